@@ -1,0 +1,118 @@
+"""What to answer to a key that is not ours: not yet, a name from elsewhere, or the nearest that we know."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+
+from mmds.jsonc import KeyPath, dotted
+
+# Documented keys of "mmds" that this version does not have.
+NOT_YET = {
+    "mmds.stage.lora",
+    "mmds.data.holdout",
+    "mmds.data.mix.weight",
+    "mmds.eval",
+    "mmds.recompute",
+}
+
+_ROW = "mmds.data.row_tokens (tokens a row)"
+_PIXELS = "mmds.data.max_pixels (height x width)"
+_IMAGES = "mmds.data.mix[].images"
+_PATH = "mmds.data.mix[].path"
+_RATES = 'mmds.stage.rates, as in "stage": {"name": "instruct", "rates": {"decoder.*": 1e-5}}'
+_FROZEN = 'mmds.stage.rates with null, as in "stage": {"name": "pretrain", "rates": {"encoder.*": null}}'
+_ALIGN = 'mmds.stage "align" (only the connector trains)'
+_BATCH = "train_batch_size (rows a step over all ranks; a micro-batch is one row of mmds.data.row_tokens)"
+
+# Names from LLaVA, LLaMA-Factory, ms-swift and the Hugging Face Trainer -> ours.
+FOREIGN: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("cutoff_len", "model_max_length", "max_length", "max_seq_length", "max_seq_len", "seq_length"), _ROW
+    ),
+    **dict.fromkeys(("image_max_pixels", "max_image_pixels", "image_resolution"), _PIXELS),
+    **dict.fromkeys(("image_folder", "image_dir", "media_dir"), _IMAGES),
+    **dict.fromkeys(("data_path", "dataset", "dataset_dir", "dataset_path"), _PATH),
+    **dict.fromkeys(
+        ("dataloader_num_workers", "preprocessing_num_workers", "num_workers"), "mmds.data.workers"
+    ),
+    **dict.fromkeys(("freeze_vision_tower", "freeze_vit", "freeze_llm", "freeze_language_model"), _FROZEN),
+    **dict.fromkeys(
+        ("freeze_backbone", "freeze_aligner", "freeze_multi_modal_projector", "freeze_mm_mlp_adapter"),
+        _FROZEN,
+    ),
+    **dict.fromkeys(("tune_mm_mlp_adapter", "train_mm_mlp_adapter_only"), _ALIGN),
+    **dict.fromkeys(
+        ("learning_rate", "lr", "mm_projector_lr", "mm_vision_tower_lr", "aligner_lr", "vit_lr"), _RATES
+    ),
+    "mm_tunable_parts": _RATES,
+    "unfreeze_mm_vision_tower": 'mmds.stage "pretrain" (all parts train)',
+    "model_name_or_path": "mmds.model.decoder",
+    "vision_tower": "mmds.model.encoder",
+    "mm_projector_type": "mmds.model.connector",
+    "mm_vision_select_layer": "mmds.model.encoder.layer",
+    "image_aspect_ratio": "mmds.model.resolution",
+    "pretrain_mm_mlp_adapter": "mmds.init_from (a model folder)",
+    **dict.fromkeys(("per_device_train_batch_size", "per_gpu_train_batch_size"), _BATCH),
+    **dict.fromkeys(("micro_batch_size", "global_batch_size"), _BATCH),
+    "num_train_epochs": "mmds.schedule.epochs",
+    "max_steps": "mmds.schedule.steps",
+    "lr_scheduler_type": "mmds.schedule.decay",
+    "num_warmup_steps": "mmds.schedule.warmup_steps",
+    "weight_decay": "optimizer.params.weight_decay",
+    "adam_beta1": "optimizer.params.betas",
+    "adam_beta2": "optimizer.params.betas",
+    "adam_epsilon": "optimizer.params.eps",
+    "max_grad_norm": "gradient_clipping",
+    "clip_grad": "gradient_clipping",
+    "gradient_checkpointing": '"activation_checkpointing": {} (present = on)',
+    "save_steps": "mmds.checkpoint.every",
+    "save_strategy": "mmds.checkpoint.every",
+    "save_total_limit": "mmds.checkpoint.keep",
+    "resume_from_checkpoint": "the flag --resume PATH",
+    "report_to": '"tensorboard": {"enabled": true} (or wandb, csv_monitor)',
+    "logging_dir": "tensorboard.output_path",
+}
+
+_PACKED = "rows are always packed, and samples in a row never see each other"
+_TEMPLATE = "the decoder's own chat template is used"
+
+# Names from elsewhere that need no key here, with the reason.
+NEEDLESS: Mapping[str, str] = {
+    **dict.fromkeys(("packing", "neat_packing", "group_by_length", "group_by_modality_length"), _PACKED),
+    **dict.fromkeys(("template", "chat_template", "conv_template"), _TEMPLATE),
+    "mm_vision_select_feature": "class and register tokens never reach the decoder",
+    "logging_steps": "every step is logged",
+    "deepspeed": "DeepSpeed's keys stand at the top level of this file",
+}
+
+LATER_NAMES = {
+    "lora_enable",
+    "lora_r",
+    "lora_rank",
+    "lora_alpha",
+    "finetuning_type",
+    "train_type",
+    "eval_steps",
+}
+
+
+def unknown_key(path: KeyPath, known: Collection[str], elsewhere: Mapping[str, str]) -> str:
+    """The problem text for the unknown key `path[-1]`, where only the keys `known` may stand.
+
+    `elsewhere`: key name -> full path of mmds's own keys, for a right name in a wrong place.
+    """
+    name = str(path[-1])
+    if name in LATER_NAMES or dotted(tuple(part for part in path if isinstance(part, str))) in NOT_YET:
+        return "not yet supported: take the key out"
+    if name in FOREIGN:
+        return f"unknown key: here it is {FOREIGN[name]}"
+    if name in NEEDLESS:
+        return f"unknown key, and none is needed: {NEEDLESS[name]}"
+    if name in elsewhere:
+        return f"unknown key in this place: it belongs at {elsewhere[name]}"
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+        return f'unknown key: did you mean "{near[0]}"?'
+    if far := difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.75):
+        return f"unknown key: did you mean {elsewhere[far[0]]}?"
+    return f"unknown key: the keys here are {', '.join(sorted(known))}"

@@ -1,0 +1,221 @@
+"""Rows: samples packed back to back, and the one place where image markers become slots.
+
+Shape letters: T tokens of the row, S samples (segments), I images, V slots (visual tokens), H and W pixels
+after resize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mmds.errors import DataError
+
+if TYPE_CHECKING:
+    from mmds.geometry import Geometry
+
+IGNORE = -100
+"""Label of a position that is not supervised."""
+
+IMAGE_MARKER = -200
+"""Stands for one image in stored token ids; it is never a vocabulary row and never reaches a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedSample:
+    """One sample with its pictures decoded, ready to be packed.
+
+    ids: int32 [T'] with one IMAGE_MARKER per image; supervised: bool [T'], False on markers.
+    images: one uint8 [3, H, W] array per image, of the planned size; image_sizes: (width, height) of the
+    upright *source* in pixels, which the geometry plans from; image_paths: as the raw data wrote them.
+    """
+
+    key: str
+    ids: npt.NDArray[np.int32]
+    supervised: npt.NDArray[np.bool_]
+    images: tuple[npt.NDArray[np.uint8], ...] = ()
+    image_sizes: tuple[tuple[int, int], ...] = ()
+    image_paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One micro-batch of one rank: samples back to back, none split.
+
+    input_ids: int64 [T], slots hold 0. labels: int64 [T], unshifted: labels[t] is the token AT t if
+    supervised, else IGNORE. position_ids: int64 [T], restart at 0 at each sample. cu_seqlens: int32 [S+1],
+    segment boundaries, first 0 and last T. slots: int64 [V], row positions of the visual tokens in image
+    order. slot_counts: int64 [I], slots of each image. pixels: uint8 [I, 3, H, W], upright RGB, not
+    normalised. image_names: I entries, "sample KEY image 0 (path)". sample_keys: S entries, "" for filler.
+    bad: (sample key, reason) of samples skipped. padded: tokens of no sample.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    slots: Tensor
+    slot_counts: Tensor
+    pixels: Tensor
+    image_names: tuple[str, ...]
+    sample_keys: tuple[str, ...]
+    bad: tuple[tuple[str, str], ...] = ()
+    padded: int = 0
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens that belong to a sample, slots included."""
+        return self.input_ids.numel() - self.padded
+
+    @property
+    def visual_tokens(self) -> int:
+        """Slots of the row."""
+        return self.slots.numel()
+
+    @property
+    def supervised(self) -> int:
+        """Targets that count: supervised tokens that some token of the same segment predicts."""
+        targets = self.labels != IGNORE
+        targets[self.cu_seqlens[:-1].long()] = False
+        return int(targets.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Expanded:
+    """One sample after expansion: ids and labels [T], slots (from its start), slots of each image."""
+
+    ids: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    counts: tuple[int, ...]
+
+
+def build_row(
+    samples: Sequence[LoadedSample], geometry: Geometry, *, bad: Sequence[tuple[str, str]] = ()
+) -> Row:
+    """Pack samples into one row, every image marker expanded into its slots; nothing is cut or padded.
+
+    samples: in row order; none gives the filler row. geometry: plans the slots of an image from its source
+    size. bad: (sample key, reason) of samples that were planned here and skipped; carried along.
+    Raises DataError naming sample and image when ids, markers, images, sizes or pixels disagree.
+    """
+    if not samples:
+        return filler_row(geometry, bad=bad)
+    parts = [_expand(sample, geometry) for sample in samples]
+    lengths = [len(part.ids) for part in parts]
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return Row(
+        input_ids=torch.from_numpy(np.concatenate([part.ids for part in parts])),
+        labels=torch.from_numpy(np.concatenate([part.labels for part in parts])),
+        position_ids=torch.from_numpy(np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])),
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+        slots=torch.from_numpy(
+            np.concatenate([part.slots + start for part, start in zip(parts, bounds[:-1], strict=True)])
+        ),
+        slot_counts=torch.tensor([count for part in parts for count in part.counts], dtype=torch.int64),
+        pixels=_stack_pixels(samples, geometry),
+        image_names=tuple(_image_name(sample, k) for sample in samples for k in range(len(sample.images))),
+        sample_keys=tuple(sample.key for sample in samples),
+        bad=tuple(bad),
+        padded=0,
+    )
+
+
+def filler_row(geometry: Geometry, *, bad: Sequence[tuple[str, str]] = ()) -> Row:
+    """The row of a rank that has no usable sample: one token, one segment, no label, no image."""
+    return Row(
+        input_ids=torch.zeros(1, dtype=torch.int64),
+        labels=torch.full((1,), IGNORE, dtype=torch.int64),
+        position_ids=torch.zeros(1, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        slots=torch.zeros(0, dtype=torch.int64),
+        slot_counts=torch.zeros(0, dtype=torch.int64),
+        pixels=_no_pixels(geometry),
+        image_names=(),
+        sample_keys=("",),
+        bad=tuple(bad),
+        padded=1,
+    )
+
+
+def _expand(sample: LoadedSample, geometry: Geometry) -> _Expanded:
+    """Replace each marker by the slots that the geometry plans for its image."""
+    counts = _checked_counts(sample, geometry)
+    ids = sample.ids.astype(np.int64)
+    is_marker = ids == IMAGE_MARKER
+    repeats = np.ones(len(ids), dtype=np.int64)
+    repeats[is_marker] = counts
+    is_slot = np.repeat(is_marker, repeats)
+    labels = np.where(sample.supervised, ids, IGNORE)
+    return _Expanded(
+        ids=np.where(is_slot, 0, np.repeat(ids, repeats)),
+        labels=np.repeat(labels, repeats),
+        slots=np.flatnonzero(is_slot).astype(np.int64),
+        counts=counts,
+    )
+
+
+def _checked_counts(sample: LoadedSample, geometry: Geometry) -> tuple[int, ...]:
+    """Slots of each image; raises DataError unless the parts of the sample belong together."""
+    ids, supervised = sample.ids, sample.supervised
+    if ids.ndim != 1 or len(ids) == 0 or supervised.shape != ids.shape:
+        raise DataError(
+            f"sample {sample.key}: ids {ids.shape} and supervised {supervised.shape} must have one length, "
+            "above 0"
+        )
+    is_marker = ids == IMAGE_MARKER
+    if np.any((ids < 0) & ~is_marker):
+        raise DataError(f"sample {sample.key}: negative token id {int(ids[(ids < 0) & ~is_marker][0])}")
+    markers, images = int(is_marker.sum()), len(sample.images)
+    if not markers == images == len(sample.image_sizes) == len(sample.image_paths):
+        raise DataError(
+            f"sample {sample.key}: {markers} image markers, {images} images, {len(sample.image_sizes)} sizes "
+            f"and {len(sample.image_paths)} paths; they must be equal"
+        )
+    if np.any(is_marker & supervised):
+        raise DataError(f"sample {sample.key}: an image marker is supervised; prepare the data again")
+    counts = []
+    for k, ((width, height), pixels) in enumerate(zip(sample.image_sizes, sample.images, strict=True)):
+        try:
+            plan = geometry.plan(width, height)
+        except DataError as error:
+            raise DataError(f"{_image_name(sample, k)}: {error}") from error
+        if pixels.dtype != np.uint8 or pixels.shape != (3, plan.height, plan.width):
+            raise DataError(
+                f"{_image_name(sample, k)}: pixels are {pixels.dtype} {pixels.shape}, "
+                f"planned uint8 {(3, plan.height, plan.width)} from a source of {width} x {height}"
+            )
+        counts.append(plan.visual_tokens)
+    return tuple(counts)
+
+
+def _stack_pixels(samples: Sequence[LoadedSample], geometry: Geometry) -> Tensor:
+    """uint8 [I, 3, H, W] of all images in row order."""
+    images = [pixels for sample in samples for pixels in sample.images]
+    if not images:
+        return _no_pixels(geometry)
+    return torch.from_numpy(np.stack(images))
+
+
+def _no_pixels(geometry: Geometry) -> Tensor:
+    return torch.zeros((0, 3, geometry.image_size, geometry.image_size), dtype=torch.uint8)
+
+
+def _image_name(sample: LoadedSample, index: int) -> str:
+    return f"sample {sample.key} image {index} ({sample.image_paths[index]})"
+
+
+def to_device(row: Row, device: torch.device) -> Row:
+    """The same row with its tensors on `device`; pixels stay uint8."""
+    moved: dict[str, Any] = {
+        field.name: value.to(device, non_blocking=True)
+        for field in fields(row)
+        if isinstance(value := getattr(row, field.name), Tensor)
+    }
+    return replace(row, **moved)

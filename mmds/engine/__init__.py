@@ -1,0 +1,6 @@
+"""The only package that talks to DeepSpeed: launch, ZeRO's partitions, the training step."""
+
+from mmds.engine.core import Engine, StepReport
+from mmds.engine.launch import Ranks
+
+__all__ = ["Engine", "Ranks", "StepReport"]

@@ -1,0 +1,124 @@
+"""Put a run's parts into an engine: the decoder's weights, what trains at which rate, precision, recomputation, DeepSpeed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mmds import cpu_bf16
+from mmds.config import Config, rows_per_step
+from mmds.engine.core import Engine, deepspeed_config, parameter_groups
+from mmds.engine.launch import Ranks
+from mmds.engine.schedule import rate_factor, warmup_steps
+from mmds.engine.zero import partitioned_loading, whole_tensors
+from mmds.errors import CheckpointError, ConfigError
+from mmds.model.build import Source, build_decoder, is_random
+from mmds.model.connector import Connector
+from mmds.model.decoder import weight_files
+from mmds.model.encoder import Encoder, unused_parameters
+from mmds.model.folder import read_tensors
+from mmds.model.mllm import FrozenEncoder, Mllm
+from mmds.stages import assign_rates
+
+
+def assemble(
+    config: Config, source: Source, encoder: Encoder, connector: Connector, ranks: Ranks, *, total_steps: int
+) -> Engine:
+    """The engine of a run. Every rank calls it; total_steps: optimizer steps of the whole run, for the schedule.
+
+    Raises ConfigError when a pattern of the stage does not fit the parameters, CheckpointError when the decoder in memory
+    is not the one in its files.
+    """
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    if cpu_bf16.needed(ranks.device, dtype):
+        cpu_bf16.widen_products()
+    rows, accumulation = rows_per_step(config, ranks.world)
+    ds_config = deepspeed_config(
+        config.deepspeed,
+        rows_per_step=rows,
+        accumulation=accumulation,
+        output_dir=Path(config.output_dir),
+        device=ranks.device,
+    )
+    with contextlib.nullcontext() if is_random(source) else partitioned_loading(ds_config):
+        decoder = build_decoder(source, dtype=dtype, seed=config.seed)
+    rates = assign_rates(_all_names(encoder, connector, decoder), config.rates)
+    trains = _encoder_trains(encoder, rates)
+    model = Mllm(connector=connector, decoder=decoder, encoder=encoder if trains else None)
+    _refuse_scalars(model)
+    groups = parameter_groups(model, rates, config.deepspeed["optimizer"]["params"]["weight_decay"])
+    if config.recompute:
+        set_recompute(model)
+    frozen = None if trains else FrozenEncoder(encoder, device=ranks.device, dtype=dtype)
+    total, warmup = total_steps, warmup_steps(config.schedule, total_steps)
+    factor = partial(rate_factor, total=total, warmup=warmup, decay=config.schedule.decay)
+    engine = Engine(model, frozen=frozen, groups=groups, ds_config=ds_config, ranks=ranks, factor=factor)
+    if not is_random(source):
+        verify_decoder(engine, source.decoder_name)
+    return engine
+
+
+def set_recompute(model: Mllm) -> None:
+    """Recompute the activations of every block that back-propagates: all of the decoder and connector, and a trained encoder.
+
+    Non-reentrant: a reentrant checkpoint with frozen inputs would give no gradient.
+    """
+    model.decoder.llm.activation_checkpointing_enable({"use_reentrant": False})
+    model.connector.recompute = True
+    if model.encoder is not None:
+        model.encoder.set_recompute(True)
+
+
+def verify_decoder(engine: Engine, name: str) -> None:
+    """Compare every decoder tensor in memory, gathered whole, with its file, bit for bit in the run's dtype.
+
+    Raises CheckpointError on every rank naming the tensors that differ, or that no file holds.
+    """
+    files = weight_files(name) if engine.ranks.first else []
+    held = dict(read_tensors(files))
+    wrong: list[str] = []
+    prefix = "decoder.llm."
+    for full_name, value in whole_tensors(engine.model):
+        tensor = full_name.removeprefix(prefix)
+        if held and full_name.startswith(prefix) and tensor in held:
+            expected = held[tensor]()
+            if expected.shape != value.shape or not bool((expected.to(value.dtype) == value.cpu()).all()):
+                wrong.append(tensor)
+    with engine.ranks.together("comparing the decoder with its files"):
+        if wrong:
+            raise CheckpointError(
+                f"decoder {name}: {len(wrong)} tensors in memory differ from the files, e.g. {wrong[:3]}"
+            )
+
+
+def _all_names(encoder: Encoder, connector: Connector, decoder: nn.Module) -> Iterator[str]:
+    for part, module in (("encoder", encoder), ("connector", connector), ("decoder", decoder)):
+        for name, _ in module.named_parameters():
+            yield f"{part}.{name}"
+
+
+def _encoder_trains(encoder: Encoder, rates: Mapping[str, float | None]) -> bool:
+    """Whether any encoder parameter trains; refuses a tower that would train parameters which the features never use."""
+    trained = {name for name, rate in rates.items() if name.startswith("encoder.") and rate is not None}
+    if not trained:
+        return False
+    dead = [name for name in unused_parameters(encoder) if f"encoder.{name}" in trained]
+    if dead:
+        raise ConfigError(
+            f"mmds.stage.rates: {len(dead)} encoder parameters never act on the features, e.g. {dead[:3]}; freeze the encoder "
+            'with "rates": {"encoder.*": null}'
+        )
+    return True
+
+
+def _refuse_scalars(model: nn.Module) -> None:
+    scalars = [
+        name for name, p in model.named_parameters() if p.dim() == 0 and getattr(p, "ds_numel", 1) == 1
+    ]
+    if scalars:
+        raise ConfigError(f"0-dimensional parameters cannot be partitioned by ZeRO: {', '.join(scalars)}")

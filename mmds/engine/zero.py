@@ -1,0 +1,66 @@
+"""ZeRO's partitions: loading into them, reading whole tensors out of them, and out of a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import Tensor, nn
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+
+@contextlib.contextmanager
+def partitioned_loading(ds_config: dict[str, Any]) -> Iterator[None]:
+    """Inside, transformers' `from_pretrained` streams weights into ZeRO-3 partitions instead of whole tensors.
+
+    transformers keeps only a weak reference to the config object, hence the local variable.
+    """
+    holder = HfDeepSpeedConfig(ds_config)
+    try:
+        yield
+    finally:
+        del holder
+        unset_hf_deepspeed_config()
+
+
+def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole value) of each parameter and persistent buffer, one at a time; every rank must iterate to the end.
+
+    The value is valid until the next one; shared (tied) parameters come once, under their first name.
+    """
+    parameters = dict(module.named_parameters())
+    for name, parameter in parameters.items():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            yield name, parameter.data
+    shared = set(dict(module.named_parameters(remove_duplicate=False)))
+    for name, value in module.state_dict().items():
+        if name not in shared:
+            yield name, value
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """The parameter's shape, also while ZeRO-3 holds it as an empty partition."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def full_numel(parameter: Tensor) -> int:
+    """Number of elements of the whole parameter."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def checkpoint_tensors(checkpoints: Path, tag: str) -> dict[str, Any]:
+    """fp32 values by name out of a ZeRO checkpoint folder, lazily read: each value has `.contiguous()` or is a tensor.
+
+    Trained tensors are fp32 masters; frozen ones have the run's dtype.
+    """
+    state: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(
+        str(checkpoints), tag=tag, lazy_mode=True
+    )
+    return state

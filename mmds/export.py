@@ -1,0 +1,120 @@
+"""Write the model folder of a run: from a live engine, or from a ZeRO checkpoint.
+
+A run keeps `parts/`, a model folder without trained weights (description, decoder config, tokenizer) but with the frozen encoder, so
+that a checkpoint can be made into a model folder long after the sources have moved.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from mmds.config import Config
+from mmds.engine import Engine
+from mmds.engine.zero import checkpoint_tensors, whole_tensors
+from mmds.errors import CheckpointError
+from mmds.model.encoder import EncoderSpec
+from mmds.model.folder import Description, read_description, stored_names, write_readme, write_weights
+
+PARTS = "parts"
+
+
+def write_parts(run: Path, engine: Engine, encoder: EncoderSpec, tokenizer: Any, config: Config) -> None:
+    """Write run/parts, on rank 0: what a checkpoint of this run lacks to become a model folder. tokenizer: Hugging Face's."""
+    if not engine.ranks.first:
+        return
+    decoder, connector = engine.model.decoder, engine.model.connector
+    description = Description(
+        encoder=encoder,
+        connector=connector.name,
+        decoder_width=decoder.width,
+        stage=config.stage.name,
+        dtype="bfloat16" if config.bf16 else "float32",
+    )
+    building = run / (PARTS + ".tmp")
+    shutil.rmtree(building, ignore_errors=True)
+    (building / "decoder").mkdir(parents=True)
+    description.write(building)
+    decoder.llm.config.save_pretrained(building / "decoder")
+    if isinstance(decoder.llm.generation_config, GenerationConfig):
+        decoder.llm.generation_config.save_pretrained(building / "decoder")
+    tokenizer.save_pretrained(building / "decoder")
+    if engine.frozen is not None:
+        write_weights(building, _frozen_tensors(engine), dtype=_dtype(description))
+    shutil.rmtree(run / PARTS, ignore_errors=True)
+    building.rename(run / PARTS)
+
+
+def write_model(engine: Engine, run: Path, target: Path) -> None:
+    """Write the model folder of the engine's present weights to `target`; every rank calls it, rank 0 writes.
+
+    The folder appears whole, under its name, or not at all.
+    """
+    tensors = whole_tensors(engine.model)
+    if not engine.ranks.first:
+        for _ in tensors:  # gathering is collective
+            pass
+        return
+    _assemble(run / PARTS, tensors, target, dtype=None)
+
+
+def consolidate(run: Path, tag: str, target: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Make a model folder out of checkpoint `tag` of a run. dtype: of all weights; None = the run's compute dtype.
+
+    Raises CheckpointError when the run has no parts/, the checkpoint is torn, or a weight is missing.
+    """
+    if not (run / PARTS).is_dir():
+        raise CheckpointError(f"{run} has no {PARTS}/ folder: it is not the run folder of a training")
+    state = checkpoint_tensors(run / "checkpoints", tag)
+    _assemble(run / PARTS, _unshared(state), target, dtype=dtype)
+
+
+def _assemble(
+    parts: Path, tensors: Iterable[tuple[str, Tensor]], target: Path, *, dtype: torch.dtype | None
+) -> None:
+    if target.exists() and any(target.iterdir()):
+        if not (target / "mmds.json").is_file():
+            raise CheckpointError(f"{target} exists and is not a model folder; name another folder")
+    building = target.with_name(target.name + ".tmp")
+    shutil.rmtree(building, ignore_errors=True)
+    shutil.copytree(parts, building)
+    description = read_description(building)
+    dtype = dtype or _dtype(description)
+    write_weights(building, tensors, dtype=dtype)
+    Description(**{**description.__dict__, "dtype": str(dtype).removeprefix("torch.")}).write(building)
+    stored_names(building)  # raises when a part has no weights: such a folder must not come into being
+    facts = {
+        "encoder": description.encoder.name,
+        "connector": description.connector,
+        "stage": description.stage,
+    }
+    write_readme(building, {**facts, "dtype": dtype})
+    shutil.rmtree(target, ignore_errors=True)
+    building.rename(target)
+
+
+def _unshared(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a lazily read state dict, tied ones once."""
+    seen: set[int] = set()
+    for name, value in state.items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield name, value.contiguous()
+
+
+def _frozen_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    assert engine.frozen is not None
+    for name, value in engine.frozen.encoder.state_dict().items():
+        yield f"encoder.{name}", value
+
+
+def _dtype(description: Description) -> torch.dtype:
+    dtype = getattr(torch, description.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

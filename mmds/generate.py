@@ -1,0 +1,148 @@
+"""Answers from a model folder, without DeepSpeed: one unpacked sequence with a cache, and the prompt ids of training."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from mmds.data.chat_tokenizer import ChatTokenizer
+from mmds.data.conversation import Conversation
+from mmds.data.images import load_image, probe
+from mmds.data.rows import LoadedSample, Row, build_row, to_device
+from mmds.geometry import Geometry
+from mmds.model.build import build_geometry
+from mmds.model.connector import Connector
+from mmds.model.decoder import Decoder, load_llm, load_tokenizer
+from mmds.model.encoder import encoder_from_spec
+from mmds.model.folder import Description, find_model_folder, load_part, read_description
+from mmds.model.mllm import FrozenEncoder, Mllm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assistant:
+    """A model folder in memory, ready to answer."""
+
+    model: Mllm
+    encoder: FrozenEncoder
+    tokenizer: ChatTokenizer
+    geometry: Geometry
+    description: Description
+    device: torch.device
+
+    def row(self, samples: Sequence[LoadedSample]) -> Row:
+        """Samples packed into one row on the model's device."""
+        return to_device(build_row(samples, self.geometry), self.device)
+
+    def sample(
+        self, ids: np.ndarray, supervised: np.ndarray, images: Sequence[bytes], paths: Sequence[str]
+    ) -> LoadedSample:
+        """One sample with its pictures decoded at the size that the encoder takes. ids int32 [T] with one marker an image."""
+        sizes = tuple(probe(data) for data in images)
+        plans = [self.geometry.plan(*size) for size in sizes]
+        how = self.description.encoder.interpolation
+        pixels = tuple(
+            load_image(data, height=plan.height, width=plan.width, interpolation=how)
+            for data, plan in zip(images, plans, strict=True)
+        )
+        return LoadedSample(
+            key="prompt",
+            ids=ids,
+            supervised=supervised,
+            images=pixels,
+            image_sizes=sizes,
+            image_paths=tuple(paths),
+        )
+
+
+def load_assistant(
+    path: str | Path, *, device: str | None = None, dtype: torch.dtype | None = None
+) -> Assistant:
+    """Load a model folder, or a run folder with a finished model. dtype: default fp32 on CPUs, the folder's own elsewhere.
+
+    Raises CheckpointError when it is neither, or not whole.
+    """
+    folder = find_model_folder(str(path))
+    description = read_description(folder)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or (torch.float32 if place.type == "cpu" else getattr(torch, description.dtype))
+    encoder = encoder_from_spec(description.encoder)
+    load_part(encoder, folder / "encoder")
+    decoder = Decoder(load_llm(str(folder / "decoder"), dtype=dtype))
+    connector = Connector(
+        description.connector,
+        encoder_width=description.encoder.width,
+        decoder_width=description.decoder_width,
+    )
+    load_part(connector, folder / "connector")
+    model = Mllm(connector=connector.to(dtype), decoder=decoder, encoder=None).to(place).eval()
+    return Assistant(
+        model=model,
+        encoder=FrozenEncoder(encoder, device=place, dtype=dtype),
+        tokenizer=ChatTokenizer(load_tokenizer(str(folder / "decoder"))),
+        geometry=build_geometry(description.encoder, description.connector, max_pixels=None),
+        description=description,
+        device=place,
+    )
+
+
+@torch.no_grad()
+def answer(
+    assistant: Assistant,
+    conversation: Conversation,
+    images: Sequence[bytes],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Iterator[str]:
+    """The assistant's next turn, piece by piece as text. temperature 0 = greedy.
+
+    conversation: ends in a user turn; images: the bytes of its pictures in order. Ends at the template's end-of-turn marker.
+    """
+    ids = assistant.tokenizer.prompt_ids(conversation)
+    sample = assistant.sample(ids, np.zeros(len(ids), dtype=np.bool_), images, conversation.images)
+    row = assistant.row([sample])
+    embeddings = assistant.model.embed(row, assistant.encoder(row))
+    said: list[int] = []
+    shown = ""
+    with assistant.model.decoder.generating() as llm:
+        for token in _tokens(llm, embeddings, max_new_tokens, temperature, seed):
+            if token in assistant.tokenizer.end_ids:
+                break
+            said.append(token)
+            text = assistant.tokenizer.decode(said)
+            if not text.endswith("�"):  # a character may need more than one token
+                yield text[len(shown) :]
+                shown = text
+
+
+def _tokens(
+    llm: PreTrainedModel, embeddings: Tensor, limit: int, temperature: float, seed: int
+) -> Iterator[int]:
+    """Token ids after the prompt `embeddings` [T, d], with mmds's own positions and a cache."""
+    name = "cache" if "cache" in inspect.signature(llm.forward).parameters else "past_key_values"
+    cache = {name: DynamicCache(config=llm.config)}
+    dice = torch.Generator(device=embeddings.device).manual_seed(seed)
+    inputs: dict[str, Tensor] = {"inputs_embeds": embeddings[None]}
+    position = 0
+    for _ in range(limit):
+        length = next(iter(inputs.values())).shape[1]
+        positions = torch.arange(position, position + length, device=embeddings.device)[None]
+        output = llm(**inputs, **cache, position_ids=positions, use_cache=True, logits_to_keep=1)
+        position += length
+        token = _choose(output.logits[0, -1].float(), temperature, dice)
+        yield token
+        inputs = {"input_ids": torch.tensor([[token]], device=embeddings.device)}
+
+
+def _choose(logits: Tensor, temperature: float, dice: torch.Generator) -> int:
+    if temperature <= 0:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=dice))

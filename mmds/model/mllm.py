@@ -1,0 +1,93 @@
+"""The whole network: encoder, connector, decoder, joined by the splice.
+
+Every part is called exactly once for a row, with or without images: under ZeRO-3 ranks meet inside each layer, so a rank that
+skipped its encoder would stall the others (or corrupt them in silence). Shapes: T tokens of a row, I images, V visual tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mmds.data.rows import Row
+from mmds.errors import DataError
+from mmds.model.connector import Connector
+from mmds.model.decoder import Decoder
+from mmds.model.encoder import Encoder, EncoderSpec
+from mmds.model.loss import nll_sum, targets
+from mmds.model.splice import check_counts, splice
+
+
+class Mllm(nn.Module):
+    """Trainable tree of a run: connector and decoder, and the encoder only where the stage trains it.
+
+    A frozen encoder is given as `features` instead (see FrozenEncoder): it stays outside the tree, replicated, without collectives.
+    """
+
+    def __init__(self, *, connector: Connector, decoder: Decoder, encoder: Encoder | None) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.connector = connector
+        self.decoder = decoder
+
+    def forward(self, row: Row, features: Tensor | None = None) -> Tensor:
+        """Sum of token NLL of the row's supervised tokens, fp32, 0-dim.
+
+        row: on the model's device. features [max(I, 1), patches, c] of a frozen encoder; None when the encoder trains.
+        """
+        keep, target = targets(row.labels, row.cu_seqlens)
+        return nll_sum(self.logits(row, keep, features), target)
+
+    def logits(self, row: Row, keep: Tensor, features: Tensor | None = None) -> Tensor:
+        """Logits [K, vocabulary] at row positions `keep` int64 [K]."""
+        return self.decoder(
+            inputs_embeds=self.embed(row, features),
+            position_ids=row.position_ids,
+            cu_seqlens=row.cu_seqlens,
+            keep=keep,
+        )
+
+    def embed(self, row: Row, features: Tensor | None = None) -> Tensor:
+        """Embeddings [T, d] of the row with visual tokens in their slots."""
+        if (features is None) == (self.encoder is None):
+            raise ValueError("give features exactly when the encoder is frozen, that is outside the model")
+        if features is None:
+            assert self.encoder is not None
+            features = self.encoder(pixels_or_dummy(row, self.encoder.spec))
+        visual = self.connector(features)
+        images = row.slot_counts.numel()
+        check_counts(row.slot_counts.tolist(), [visual.shape[1]] * images, row.image_names)
+        real = visual[:images].flatten(0, 1)
+        return splice(self.decoder.embed(row.input_ids), real, row.slots)
+
+
+class FrozenEncoder:
+    """A frozen encoder outside the module tree: eval mode, no gradient, one call a row, replicated on every rank."""
+
+    def __init__(self, encoder: Encoder, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.encoder = encoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def __call__(self, row: Row) -> Tensor:
+        """Features [max(I, 1), patches, c]. Raises DataError naming sample and image when one is not finite."""
+        features: Tensor = self.encoder(pixels_or_dummy(row, self.encoder.spec))
+        refuse_non_finite(features, row)
+        return features
+
+
+def pixels_or_dummy(row: Row, spec: EncoderSpec) -> Tensor:
+    """The row's pixels uint8 [I, 3, H, W], or one black image that fills no slot when it has none."""
+    if row.pixels.shape[0]:
+        return row.pixels
+    return row.pixels.new_zeros(1, 3, spec.image_size, spec.image_size)
+
+
+def refuse_non_finite(features: Tensor, row: Row) -> None:
+    """Raise DataError naming the images whose features hold an infinity or a NaN (fp16-trained encoders overflow on some)."""
+    images = row.slot_counts.numel()
+    finite = features[:images].isfinite().flatten(1).all(1)
+    if not bool(finite.all()):
+        names = [name for name, fine in zip(row.image_names, finite.tolist(), strict=True) if not fine]
+        raise DataError(
+            f"the encoder gave non-finite features for {', '.join(names)}; use bf16 or fp32, or remove these images"
+        )

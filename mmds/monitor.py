@@ -1,0 +1,241 @@
+"""What a run leaves behind for people: its folder, logs, one line a step, and scalars for TensorBoard.
+
+Files are written by global rank 0 alone, except logs/rank-NNNNN.log, which each rank writes for itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from mmds.data.rows import Row
+from mmds.engine import Engine, Ranks, StepReport
+from mmds.errors import CheckpointError
+from mmds.planner import RunPlan
+
+BEAT_S = 10.0
+"""Seconds between heartbeats of run.lock; a lock is stale after three."""
+
+log = logging.getLogger("mmds")
+
+
+class RunFolder:
+    """The output folder of one run, held by a lock while the run lives."""
+
+    def __init__(self, path: Path, ranks: Ranks, config: Mapping[str, Any]) -> None:
+        """Create the folder, take its lock, write config.json and a line of starts.jsonl, open the logs.
+
+        Raises OSError when it cannot be written and CheckpointError when another live run holds it.
+        """
+        self.path, self.ranks = path, ranks
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        self._open_logs()
+        self._stop = threading.Event()
+        if ranks.first:
+            self._lock()
+            (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            self._append("starts.jsonl", _start_line(ranks))
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._stop.set()
+        if self.ranks.first:
+            (self.path / "run.lock").unlink(missing_ok=True)
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """A line of events.jsonl and of the log: saves, skips, guards."""
+        if self.ranks.first:
+            self._append("events.jsonl", {"time": time.time(), "event": kind, **facts})
+            log.info("%s %s", kind, " ".join(f"{key}={value}" for key, value in facts.items()))
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl, one a step."""
+        if self.ranks.first:
+            self._append("metrics.jsonl", line)
+
+    def bad_sample(self, step: int, key: str, reason: str) -> None:
+        """A line of bad_samples.jsonl."""
+        if self.ranks.first:
+            self._append("bad_samples.jsonl", {"step": step, "sample": key, "reason": reason})
+
+    def forget_after(self, step: int) -> None:
+        """Drop lines of metrics.jsonl later than `step`: the run goes on from there and will write them again."""
+        file = self.path / "metrics.jsonl"
+        if self.ranks.first and file.is_file():
+            lines = [
+                line
+                for line in file.read_text(encoding="utf-8").splitlines()
+                if json.loads(line)["step"] <= step
+            ]
+            file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+    def write_json(self, name: str, data: Any) -> None:
+        """Write a JSON file of the run folder."""
+        if self.ranks.first:
+            (self.path / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    def _append(self, name: str, line: Mapping[str, Any]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+    def _open_logs(self) -> None:
+        form = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+        files = [self.path / "logs" / f"rank-{self.ranks.rank:05d}.log"]
+        if self.ranks.first:
+            files.append(self.path / "train.log")
+        for old in log.handlers[:]:
+            log.removeHandler(old)
+        for file in files:
+            handler = logging.FileHandler(file, encoding="utf-8")
+            handler.setFormatter(form)
+            log.addHandler(handler)
+        log.setLevel(logging.INFO)
+
+    def _lock(self) -> None:
+        lock = self.path / "run.lock"
+        mine = {"host": socket.gethostname(), "pid": os.getpid()}
+        if lock.is_file():
+            age = time.time() - lock.stat().st_mtime
+            holder = json.loads(lock.read_text(encoding="utf-8") or "{}")
+            if age < 3 * BEAT_S and not _ended(holder):
+                raise CheckpointError(
+                    f"{self.path} is in use by {holder} (heartbeat {age:.0f} s ago); two runs would mix their files"
+                )
+        lock.write_text(json.dumps(mine), encoding="utf-8")
+        threading.Thread(target=self._beat, args=(lock,), daemon=True).start()
+
+    def _beat(self, lock: Path) -> None:
+        while not self._stop.wait(BEAT_S):
+            if lock.is_file():
+                os.utime(lock)
+
+
+def step_metrics(report: StepReport, *, seconds: float, row_capacity: int) -> dict[str, Any]:
+    """One line of metrics.jsonl. seconds: wall time of the step; row_capacity: row_tokens x rows of the step."""
+    return {
+        "step": report.step,
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "rates": report.rates,
+        "tokens": {
+            "real": report.real,
+            "visual": report.visual,
+            "supervised": report.supervised,
+            "padded": report.padded,
+        },
+        "fill": report.real / row_capacity,
+        "images": report.images,
+        "bad_samples": report.bad,
+        "skipped_steps": report.skipped_steps,
+        "seconds": seconds,
+        "tokens_per_second": report.real / seconds,
+    }
+
+
+def record(
+    run: RunFolder, engine: Engine, report: StepReport, rows: Sequence[Row], seconds: float, row_tokens: int
+) -> dict[str, Any]:
+    """Write a finished step everywhere: metrics.jsonl, TensorBoard, and what went wrong in it. Every rank calls it.
+
+    rows: this rank's; seconds: wall time of the step; row_tokens: capacity of a row. Returns the line of metrics.jsonl.
+    """
+    line = step_metrics(report, seconds=seconds, row_capacity=engine.rows_per_step * row_tokens)
+    run.metrics(line)
+    engine.write_events(scalars(line), report.step)
+    if report.bad:
+        for mine in engine.ranks.gather([bad for row in rows for bad in row.bad]):
+            for key, reason in mine:
+                run.bad_sample(report.step, key, reason)
+        run.event("bad_samples", step=report.step, count=report.bad)
+    if not report.applied:
+        run.event(
+            "update_skipped", step=report.step, reason="non-finite gradient", in_all=report.skipped_steps
+        )
+    return line
+
+
+def progress_bar(stage: str, engine: Engine, last: int) -> tqdm[Any]:
+    """A bar over the steps up to `last`, on rank 0; silent elsewhere."""
+    return tqdm(
+        total=last, initial=engine.step_index, desc=stage, unit="step", disable=not engine.ranks.first
+    )
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The same line as TensorBoard scalars by tag."""
+    flat = {
+        "train/loss": metrics["loss"],
+        "train/grad_norm": metrics["grad_norm"],
+        "train/skipped_steps": metrics["skipped_steps"],
+    }
+    flat |= {f"rate/{name}": rate for name, rate in metrics["rates"].items()}
+    flat |= {f"tokens/{kind}": count for kind, count in metrics["tokens"].items()}
+    flat |= {
+        "tokens/fill": metrics["fill"],
+        "speed/tokens_per_second": metrics["tokens_per_second"],
+        "speed/seconds_per_step": metrics["seconds"],
+        "data/images": metrics["images"],
+        "data/bad_samples": metrics["bad_samples"],
+    }
+    return flat
+
+
+def plan_summary(plan: RunPlan, text_only_share: float) -> dict[str, Any]:
+    """plan.json: the plan in numbers, and a fingerprint of all that decides it (sizes, seed, row, batch)."""
+    first = plan.epoch(0)
+    return {
+        "fingerprint": plan.fingerprint,
+        "samples": len(plan.lengths),
+        "dropped_as_too_long": len(plan.dropped),
+        "text_only_share": text_only_share,
+        "steps": plan.total_steps,
+        "steps_of_first_epoch": first.steps,
+        "rows_per_step": plan.rows_per_step,
+        "tokens_of_first_epoch": int(plan.lengths[first.samples].sum()),
+        "fill_of_first_epoch": float(plan.lengths[first.samples].sum() / (first.rows * plan.row_tokens)),
+    }
+
+
+def _start_line(ranks: Ranks) -> dict[str, Any]:
+    packages = ("mmds", "torch", "deepspeed", "transformers", "open_clip_torch")
+    return {
+        "time": time.time(),
+        "command": sys.argv,
+        "host": socket.gethostname(),
+        "ranks": ranks.world,
+        "device": str(ranks.device),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in packages},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except ImportError:
+        return "not installed"
+
+
+def _ended(holder: Mapping[str, Any]) -> bool:
+    """True when the lock's holder was a process of this host that no longer runs."""
+    if holder.get("host") != socket.gethostname() or "pid" not in holder:
+        return False
+    try:
+        os.kill(int(holder["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return int(holder["pid"]) == os.getpid()

@@ -1,0 +1,272 @@
+"""Optimizer groups, DeepSpeed's dict, and an engine alone in a process group of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mmds.config import load_config
+from mmds.data.rows import IGNORE, Row
+from mmds.engine import Engine, Ranks
+from mmds.engine.assemble import assemble
+from mmds.engine.core import deepspeed_config, parameter_groups
+from mmds.engine.launch import start_ranks, stop_ranks
+from mmds.engine.schedule import rate_factor
+from mmds.engine.zero import whole_tensors
+from mmds.errors import CheckpointError
+from mmds.geometry import Geometry
+from mmds.model.build import build_geometry, build_light, find_source
+from mmds.model.connector import Connector
+from mmds.model.encoder import EncoderSection, build_encoder
+from tests import tiny
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+USER: dict[str, Any] = {
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}},
+    "zero_optimization": {"stage": 3},
+}
+
+
+class Tied(nn.Module):
+    """A part whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.LayerNorm(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    """Names as in a run: a tower with a convolution, a connector, a decoder with tied weights."""
+    encoder = build_encoder(
+        EncoderSection(name=f"local-dir:{tiny.write_encoder(tmp_path_factory.mktemp('encoder'))}")
+    )
+    connector = Connector("merge_mlp", encoder_width=32, decoder_width=8)
+    return nn.ModuleDict({"encoder": encoder, "connector": connector, "decoder": Tied()})
+
+
+def rates_of(model: nn.Module, **by_part: float | None) -> dict[str, float | None]:
+    return {name: by_part[name.split(".")[0]] for name, _ in model.named_parameters()}
+
+
+def names_by_group(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, list[str]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {group["name"]: [names[id(p)] for p in group["params"]] for group in groups}
+
+
+def test_biases_and_norms_get_no_weight_decay_and_every_matrix_does(tree: nn.Module) -> None:
+    groups = parameter_groups(tree, rates_of(tree, encoder=2e-6, connector=1e-3, decoder=2e-5), 0.1)
+    decays = {
+        name: group["weight_decay"]
+        for group in groups
+        for name in names_by_group(tree, groups)[group["name"]]
+    }
+    shapes = {name: parameter.dim() for name, parameter in tree.named_parameters()}
+    assert set(decays) == set(shapes)
+    assert {decays[name] for name in shapes if name.endswith(".bias")} == {0.0}
+    assert {decays[name] for name in shapes if ".ln_" in name or ".norm." in name} == {0.0}
+    assert decays["encoder.visual.conv1.weight"] == decays["connector.net.up.weight"] == 0.1
+    assert decays["decoder.embed.weight"] == 0.1
+    assert all(decays[name] == (0.1 if dims > 1 else 0.0) for name, dims in shapes.items())
+
+
+def test_groups_are_named_after_their_part_and_numbered_where_a_part_has_several(tree: nn.Module) -> None:
+    groups = parameter_groups(tree, rates_of(tree, encoder=None, connector=1e-3, decoder=2e-5), 0.1)
+    assert sorted(group["name"] for group in groups) == ["connector", "connector.2", "decoder", "decoder.2"]
+    assert {group["name"].split(".")[0]: group["lr"] for group in groups} == {"connector": 1e-3, "decoder": 2e-5}
+    without_decay = parameter_groups(tree, rates_of(tree, encoder=None, connector=1e-3, decoder=2e-5), 0.0)
+    assert [group["name"] for group in without_decay] == ["connector", "decoder"]
+
+
+def test_parameters_of_one_part_with_two_rates_are_two_groups(tree: nn.Module) -> None:
+    rates = rates_of(tree, encoder=None, connector=None, decoder=2e-5)
+    rates["decoder.norm.weight"] = rates["decoder.norm.bias"] = 1e-4
+    groups = parameter_groups(tree, rates, 0.0)
+    assert {(group["name"], group["lr"]) for group in groups} == {("decoder", 2e-5), ("decoder.2", 1e-4)}
+    assert names_by_group(tree, groups)["decoder.2"] == ["decoder.norm.weight", "decoder.norm.bias"]
+
+
+def test_frozen_parameters_need_no_gradient_are_in_no_group_and_thaw_again(tree: nn.Module) -> None:
+    groups = parameter_groups(tree, rates_of(tree, encoder=None, connector=1e-3, decoder=None), 0.1)
+    listed = {name for names in names_by_group(tree, groups).values() for name in names}
+    assert listed == {name for name, _ in tree["connector"].named_parameters(prefix="connector")}
+    assert {name for name, p in tree.named_parameters() if p.requires_grad} == listed
+    parameter_groups(tree, rates_of(tree, encoder=2e-6, connector=1e-3, decoder=2e-5), 0.1)
+    assert all(parameter.requires_grad for parameter in tree.parameters())
+
+
+def test_a_tied_weight_is_in_one_group_once(tree: nn.Module) -> None:
+    groups = parameter_groups(tree, rates_of(tree, encoder=None, connector=None, decoder=2e-5), 0.1)
+    listed = [name for names in names_by_group(tree, groups).values() for name in names]
+    assert sorted(listed) == ["decoder.embed.weight", "decoder.norm.bias", "decoder.norm.weight"]
+
+
+def made(user: dict[str, Any], device: torch.device = CPU) -> dict[str, Any]:
+    return deepspeed_config(user, rows_per_step=8, accumulation=4, output_dir=Path("runs/x"), device=device)
+
+
+def test_deepspeed_gets_the_users_keys_and_the_batch_that_mmds_owns() -> None:
+    before = json.dumps(USER)
+    config = made(USER)
+    assert config["zero_optimization"] == USER["zero_optimization"]
+    assert config["gradient_clipping"] == 0.5
+    assert (config["train_batch_size"], config["gradient_accumulation_steps"]) == (8, 4)
+    assert config["train_micro_batch_size_per_gpu"] == 1
+    assert config["managed_gradient_accumulation"] is False
+    assert "mmds" not in config  # the dict is pickled into every checkpoint
+    assert json.dumps(USER) == before
+
+
+def test_adam_is_torchs_own_on_a_cpu_unless_the_user_says_otherwise() -> None:
+    assert made(USER)["optimizer"]["params"]["torch_adam"] is True
+    assert "torch_adam" not in made(USER, GPU)["optimizer"]["params"]
+    chosen = {**USER, "optimizer": {"type": "Adam", "params": {"torch_adam": False}}}
+    assert made(chosen)["optimizer"]["params"]["torch_adam"] is False
+
+
+def test_tensorboard_writes_into_the_run_folder_unless_the_user_says_otherwise() -> None:
+    section = made({**USER, "tensorboard": {"enabled": True}})["tensorboard"]
+    assert (section["output_path"], section["job_name"]) == ("runs/x", "tensorboard")
+    section = made({**USER, "tensorboard": {"enabled": True, "output_path": "/logs"}})["tensorboard"]
+    assert section["output_path"] == "/logs"
+    assert made({**USER, "tensorboard": {"enabled": False}})["tensorboard"] == {"enabled": False}
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """A process group of this process alone, made without a launcher; the environment is put back afterwards."""
+    before = dict(os.environ)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja
+    try:
+        yield start_ranks()
+    finally:
+        stop_ranks()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class Alone:
+    """Engines of one rank from the same tiny parts and config."""
+
+    def __init__(self, work: Path, ranks: Ranks) -> None:
+        self.work, self.ranks = work, ranks
+        tiny.write_decoder(work / "decoder")
+        tiny.write_encoder(work / "encoder")
+
+    def engine(self, **stage: Any) -> tuple[Engine, Geometry]:
+        """A fresh engine of a four-step `instruct` run that warms up over two steps; stage: departures from the table."""
+        file = self.work / "run.json"
+        file.write_text(json.dumps(self._config(stage)))
+        config = load_config(file)
+        source = find_source(None, config.model)
+        encoder, connector = build_light(source, seed=config.seed)
+        geometry = build_geometry(encoder.spec, connector.name, max_pixels=None)
+        return assemble(config, source, encoder, connector, self.ranks, total_steps=4), geometry
+
+    def _config(self, stage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "train_batch_size": 1,
+            "gradient_clipping": 1e-3,
+            "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "mmds": {
+                "stage": {"name": "instruct", **stage},
+                "output_dir": str(self.work / "run"),
+                "model": {
+                    "encoder": {"name": f"local-dir:{self.work / 'encoder'}"},
+                    "connector": "mlp2x",
+                    "decoder": str(self.work / "decoder"),
+                },
+                "data": {"mix": [{"name": "none", "path": "none.jsonl"}], "row_tokens": 256},
+                "schedule": {"steps": 4, "warmup_steps": 2},
+            },
+        }
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory, alone: Ranks) -> Alone:
+    return Alone(tmp_path_factory.mktemp("alone"), alone)
+
+
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in whole_tensors(engine.model)}
+
+
+def row(geometry: Geometry, seed: int = 0) -> Row:
+    return tiny.random_row(seed, geometry, (1, 0))[0]
+
+
+def test_a_run_without_a_launcher_is_a_world_of_one(alone: Ranks) -> None:
+    assert (alone.rank, alone.world, alone.first) == (0, 1, True)
+    assert alone.sum(1.5, 2) == alone.max(1.5, 2) == [1.5, 2.0]
+    assert alone.gather("x") == ["x"]
+    with pytest.raises(OSError, match="disk full"), alone.together("writing"):
+        raise OSError("disk full")
+
+
+def test_rate_of_every_group_is_table_times_schedule_and_the_norm_is_reported_before_clipping(parts: Alone) -> None:
+    engine, geometry = parts.engine(rates={"connector.*": 3e-4})
+    table = {"connector": 3e-4, "connector.2": 3e-4, "decoder": 2e-5, "decoder.2": 2e-5}
+    for step in range(4):
+        factor = rate_factor(step, total=4, warmup=2, decay="cosine")
+        report = engine.step([row(geometry, step)])
+        assert report.step == step + 1
+        assert report.rates == pytest.approx({name: rate * factor for name, rate in table.items()})
+        assert report.grad_norm > 1e-3  # gradient_clipping
+        assert report.applied
+
+
+def test_a_step_without_a_supervised_token_has_loss_zero_and_no_gradient(parts: Alone) -> None:
+    engine, geometry = parts.engine()
+    some = row(geometry)
+    silent = Row(**{**some.__dict__, "labels": torch.full_like(some.labels, IGNORE)})
+    report = engine.step([silent])
+    assert (report.loss, report.grad_norm, report.supervised) == (0.0, 0.0, 0)
+    assert all(bool(value.isfinite().all()) for value in weights(engine).values())
+
+
+def test_a_non_finite_gradient_changes_no_weight_and_is_counted(parts: Alone) -> None:
+    engine, geometry = parts.engine()
+    before = weights(engine)
+    forward = engine._forward
+    engine._forward = lambda row: forward(row) * float("inf")  # type: ignore[method-assign]
+    report = engine.step([row(geometry)])
+    after = weights(engine)
+    assert not report.applied
+    assert report.skipped_steps == 1
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_saved_engine_loads_bit_equal_and_goes_on_the_same(parts: Alone) -> None:
+    engine, geometry = parts.engine()
+    engine.step([row(geometry, 0)])
+    engine.save(parts.work / "saved", "tag")
+    saved = weights(engine)
+    onward = engine.step([row(geometry, 1)])
+    after = weights(engine)
+
+    fresh, _ = parts.engine()
+    fresh.load(parts.work / "saved", "tag")
+    assert fresh.step_index == 1
+    assert all(torch.equal(saved[name], value) for name, value in weights(fresh).items())
+    again = fresh.step([row(geometry, 1)])
+    assert (again.loss, again.grad_norm, again.rates) == (onward.loss, onward.grad_norm, onward.rates)
+    assert all(torch.equal(after[name], value) for name, value in weights(fresh).items())
+
+
+def test_loading_from_a_folder_that_holds_no_checkpoint_is_an_error(parts: Alone) -> None:
+    engine, _ = parts.engine()
+    with pytest.raises(CheckpointError, match="nothing"):
+        engine.load(parts.work / "nowhere", "tag")

@@ -1,0 +1,135 @@
+"""load_config: a whole run, its defaults, its resolved form, and the rows of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_config import Write, writer
+
+from mmds.config import load_config, rows_per_step
+from mmds.config_decode import key_fields
+from mmds.config_types import MmdsSection
+from mmds.errors import ConfigError
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    return writer(tmp_path)
+
+
+def test_a_small_file_becomes_typed_sections_with_the_documented_defaults(write: Write) -> None:
+    config = load_config(write())
+    assert config.model is not None
+    assert (config.stage.name, config.seed, config.init_from, config.output_dir) == (
+        "instruct",
+        42,
+        None,
+        "runs/test",
+    )
+    assert (config.model.encoder.layer, config.model.encoder.norm) == (-2, False)
+    assert (config.model.decoder.name, config.model.decoder.random) == ("some/decoder", False)
+    assert (config.model.resolution, config.model.positions) == ("fixed", "1d")
+    assert (config.data.on_bad_sample, config.data.on_long_sample, config.data.workers) == (
+        "raise",
+        "drop",
+        4,
+    )
+    assert (config.schedule.decay, config.checkpoint.every, config.checkpoint.keep) == ("cosine", None, 2)
+    assert "mmds" not in config.deepspeed and config.deepspeed["train_batch_size"] == 4
+    assert not config.bf16 and not config.recompute
+
+
+def test_what_deepspeed_would_assume_in_silence_is_written_out(write: Write) -> None:
+    """TRAPS A19: clipping is 1.0 when the key is absent."""
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+
+    config = load_config(write())
+    assert config.clipping == GRADIENT_CLIPPING_DEFAULT == config.deepspeed["gradient_clipping"]
+    assert config.deepspeed["data_types"]["grad_accum_dtype"] == "fp32"
+    assert config.deepspeed["optimizer"]["type"] == "AdamW"
+    partly = load_config(write(), ["optimizer.params.weight_decay=0.1", "gradient_clipping=0"])
+    assert partly.deepspeed["optimizer"]["params"] == {
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+    }
+    assert partly.clipping == 0.0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ['mmds.stage.rates={"encoder.*": null, "decoder.lm_head.*": 1e-5}', "mmds.stage.min_text_only=0"],
+        ["mmds.model=null", "mmds.init_from=runs/before", "bf16.enabled=true", "activation_checkpointing={}"],
+        ["mmds.model.encoder.mean=[0.5, 0.5, 0.5]", "mmds.model.encoder.std=[0.5, 0.5, 0.5]"],
+        ['mmds.schedule={"epochs": null, "steps": 7, "warmup_ratio": null, "warmup_steps": 0}'],
+    ],
+)
+def test_the_resolved_run_is_accepted_again_and_means_the_same(write: Write, overrides: list[str]) -> None:
+    first = load_config(write(), overrides)
+    second = load_config(write(first.resolved, "config.json"))
+    assert second.resolved == first.resolved
+    assert second.deepspeed == first.deepspeed
+    for name in ("stage", "init_from", "output_dir", "seed", "model", "data", "schedule", "checkpoint"):
+        assert getattr(second, name) == getattr(first, name)
+    assert list(second.stage.rates) == list(first.stage.rates)
+
+
+def test_config_loads_fast_and_without_torch() -> None:
+    code = "import sys, mmds.config; print(sorted({'torch', 'deepspeed', 'numpy', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "expected"),
+    [
+        (["train_batch_size=16"], 1, (16, 16)),
+        (["train_batch_size=16"], 8, (16, 2)),
+        (["train_batch_size=null", "gradient_accumulation_steps=3"], 4, (12, 3)),
+        (["train_batch_size=12", "gradient_accumulation_steps=3"], 4, (12, 3)),
+        (["train_batch_size=12", "train_micro_batch_size_per_gpu=1"], 4, (12, 3)),
+    ],
+)
+def test_rows_and_micro_steps_follow_from_either_key(
+    write: Write, overrides: list[str], world: int, expected: tuple[int, int]
+) -> None:
+    assert rows_per_step(load_config(write(), overrides), world) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "says"),
+    [
+        (["train_batch_size=16"], 6, "use 12 or 18, as in --set train_batch_size=18"),
+        (["train_batch_size=4"], 8, "use 8, as in"),
+        (["train_batch_size=12", "gradient_accumulation_steps=4"], 4, "--set train_batch_size=16"),
+    ],
+)
+def test_rows_that_do_not_divide_are_refused_with_the_neighbours(
+    write: Write, overrides: list[str], world: int, says: str
+) -> None:
+    with pytest.raises(ConfigError, match="train_batch_size") as error:
+        rows_per_step(load_config(write(), overrides), world)
+    assert says in str(error.value)
+
+
+def test_the_reference_page_lists_every_key_with_its_default() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "config.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `mmds.")]
+    listed = {cells[0].strip("| `").replace("[]", ""): cells[2].strip("` ") for cells in rows}
+    fields = key_fields(MmdsSection, ("mmds",))
+    for path, spec in fields.items():
+        if any(other[:-1] == path for other in fields):
+            continue  # a section: its keys are listed
+        if spec.default is not dataclasses.MISSING:
+            expected = json.dumps(spec.default)
+        else:
+            expected = "required" if spec.default_factory is dataclasses.MISSING else "{}"
+        assert listed.pop(".".join(map(str, path))) == expected, path
+    assert not listed, "the page lists keys that do not exist"

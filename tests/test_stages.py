@@ -1,0 +1,167 @@
+"""The stage table: which parameter gets which rate, and what a stage refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from mmds.config import load_config
+from mmds.config_types import StageSection
+from mmds.errors import ConfigError
+from mmds.stages import STAGES, assign_rates, check_text_share, stage_rates
+
+NAMES = [
+    "encoder.conv1.weight",
+    "encoder.transformer.0.attn.weight",
+    "connector.0.weight",
+    "connector.2.bias",
+    "decoder.model.embed_tokens.weight",
+    "decoder.model.layers.0.self_attn.q_proj.weight",
+    "decoder.lm_head.weight",
+]
+
+
+def rates_of(stage: StageSection) -> dict[str, float | None]:
+    return assign_rates(NAMES, stage_rates(stage))
+
+
+@pytest.mark.parametrize(
+    ("name", "encoder", "connector", "decoder", "text_only"),
+    [
+        ("align", None, 1e-3, None, 0.0),
+        ("pretrain", 2e-6, 2e-5, 2e-5, 0.05),
+        ("instruct", None, 2e-5, 2e-5, 0.05),
+    ],
+)
+def test_each_row_gives_every_part_its_rate(
+    name: Any, encoder: float | None, connector: float | None, decoder: float | None, text_only: float
+) -> None:
+    expected = {"encoder": encoder, "connector": connector, "decoder": decoder}
+    assert rates_of(StageSection(name=name)) == {key: expected[key.split(".")[0]] for key in NAMES}
+    assert STAGES[name].min_text_only == text_only and STAGES[name].name == name
+
+
+def test_the_names_that_a_file_may_use_are_the_rows_of_the_table() -> None:
+    assert set(get_args(get_type_hints(StageSection)["name"])) == set(STAGES)
+
+
+def test_the_first_pattern_that_matches_wins_and_a_runs_own_come_first() -> None:
+    own = {"decoder.lm_head.*": None, "decoder.*": 1e-5, "encoder.transformer.*": 1e-6}
+    assert rates_of(StageSection(name="instruct", rates=own)) == {
+        "encoder.conv1.weight": None,
+        "encoder.transformer.0.attn.weight": 1e-6,
+        "connector.0.weight": 2e-5,
+        "connector.2.bias": 2e-5,
+        "decoder.model.embed_tokens.weight": 1e-5,
+        "decoder.model.layers.0.self_attn.q_proj.weight": 1e-5,
+        "decoder.lm_head.weight": None,
+    }
+
+
+def test_a_rows_pattern_may_be_hidden_by_the_runs_own() -> None:
+    own = {"decoder.model.*": 1e-5, "decoder.lm_head.*": 3e-5}
+    assert rates_of(StageSection(name="instruct", rates=own))["decoder.lm_head.weight"] == 3e-5
+
+
+def test_a_parameter_that_no_pattern_covers_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"no pattern covers the parameter adapter\.weight"):
+        assign_rates([*NAMES, "adapter.weight"], STAGES["instruct"].rates)
+
+
+def test_a_pattern_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r'"encoder\.blocks\.\*" matches no parameter'):
+        rates_of(StageSection(name="pretrain", rates={"encoder.blocks.*": None}))
+
+
+def test_matching_is_case_sensitive_and_covers_the_whole_name() -> None:
+    with pytest.raises(ConfigError, match="no pattern covers"):
+        assign_rates(["decoder.weight"], [("Decoder.*", 1e-5), ("decoder", 1e-5)])
+
+
+@pytest.mark.parametrize(
+    ("rates", "says"),
+    [
+        ({"vision_tower.*": None}, 'can match nothing: names start with "encoder."'),
+        ({"decoder.*": 0.0}, "a rate is above 0, and frozen is null"),
+        ({"decoder.*": -1e-5}, "a rate is above 0"),
+        ({"decoder.*": 1e-5, "decoder.lm_head.*": None}, 'stands after "decoder.*"'),
+        ({"*": 1e-5, "encoder.*": None}, 'stands after "*"'),
+    ],
+)
+def test_patterns_and_rates_that_cannot_be_meant_are_refused(
+    rates: dict[str, float | None], says: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        stage_rates(StageSection(name="instruct", rates=rates))
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("pattern", ["decoder.*", "decoder.model.layers.0.*", "*", "[cd]*"])
+def test_a_connector_sized_rate_on_the_decoder_is_refused_with_the_line_that_overrides(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="destroys a pretrained decoder") as error:
+        stage_rates(StageSection(name="instruct", rates={pattern: 1e-3}))
+    assert "--set mmds.stage.max_decoder_rate=0.001" in str(error.value)
+    override = StageSection(name="instruct", rates={pattern: 1e-3}, max_decoder_rate=0.001)
+    assert stage_rates(override)[0] == (pattern, 1e-3)
+
+
+def test_a_high_rate_that_does_not_reach_the_decoder_is_fine() -> None:
+    own = {"decoder.*": 1e-5, "*": 1e-3}
+    assert stage_rates(StageSection(name="instruct", rates=own))[:2] == (("decoder.*", 1e-5), ("*", 1e-3))
+
+
+def write_run(folder: Path, stage: Any) -> Path:
+    path = folder / "run.json"
+    run = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 3},
+        "mmds": {
+            "stage": stage,
+            "init_from": "m",
+            "output_dir": "o",
+            "data": {"mix": [{"name": "a", "path": "p"}], "row_tokens": 8},
+            "schedule": {"steps": 1, "warmup_steps": 0},
+        },
+    }
+    path.write_text(json.dumps(run))
+    return path
+
+
+@pytest.mark.parametrize(
+    "stage", ["instruct", {"name": "instruct"}, {"name": "instruct", "min_text_only": 0.2}]
+)
+def test_too_little_text_is_refused_and_the_printed_line_overrides_it(tmp_path: Path, stage: Any) -> None:
+    path = write_run(tmp_path, stage)
+    with pytest.raises(ConfigError, match="4.0% of the samples are text-only") as error:
+        check_text_share(0.04, load_config(path).stage)
+    line = str(error.value).splitlines()[-1].strip()
+    assert line == "--set mmds.stage.min_text_only=0"
+    assert check_text_share(0.0, load_config(path, [line.removeprefix("--set ")]).stage) is None
+
+
+def test_enough_text_passes_and_align_needs_none() -> None:
+    assert check_text_share(0.05, StageSection(name="instruct")) is None
+    assert check_text_share(0.0, StageSection(name="align")) is None
+    with pytest.raises(ConfigError, match='stage "align" wants at least 10.0%'):
+        check_text_share(0.09, StageSection(name="align", min_text_only=0.1))
+
+
+def test_the_printed_line_for_a_decoder_rate_overrides_it(tmp_path: Path) -> None:
+    path = write_run(tmp_path, {"name": "instruct", "rates": {"decoder.*": 5e-4}})
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).startswith(f"{path}:1: mmds.stage.rates")
+    line = str(error.value).splitlines()[-1].strip()
+    assert load_config(path, [line.removeprefix("--set ")]).rates[0] == ("decoder.*", 5e-4)
+
+
+def test_the_page_about_stages_shows_the_table() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "stages.md").read_text(encoding="utf-8")
+    for name, row in STAGES.items():
+        cells = next(line for line in page.splitlines() if line.startswith(f"| `{name}`")).split("|")
+        shown = [cell.strip() for cell in cells[2:7]]
+        rates = ["frozen" if rate is None else f"{rate:.0e}".replace("e-0", "e-") for _, rate in row.rates]
+        assert shown == [*rates, f"{row.min_text_only:.0%}", str(row.max_pixels)]

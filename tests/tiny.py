@@ -1,0 +1,106 @@
+"""Tiny real parts for tests: a Llama folder with a trained fast tokenizer, an open_clip tower folder, random rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from mmds.data.rows import IMAGE_MARKER, LoadedSample, Row, build_row
+from mmds.geometry import Geometry
+from mmds.model.encoder import _tower
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VOCABULARY = 300
+
+
+def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with ChatML control tokens, trained on a few words; pad == eos, as many have."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(["user assistant system what colour is the shape red blue green circle"] * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+    return fast
+
+
+def write_decoder(folder: Path, *, seed: int = 0, tied: bool = True, layers: int = 2, std: float = 0.1) -> Path:
+    """A tiny Llama folder with weights and tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=tied,
+        initializer_range=std,
+        pad_token_id=1,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+VISION = {"embed_dim": 16, "vision_cfg": {"image_size": 28, "layers": 3, "width": 32, "head_width": 16, "patch_size": 14}}
+PREPROCESS = {"mean": [0.4, 0.45, 0.5], "std": [0.3, 0.25, 0.2], "interpolation": "bicubic"}
+
+
+def write_encoder(folder: Path, *, seed: int = 1) -> Path:
+    """A tiny open_clip ViT folder (28 px, 2 x 2 patches) with weights: `local-dir:` material."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model_cfg = {**VISION, "text_cfg": {}}
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": model_cfg, "preprocess_cfg": PREPROCESS}))
+    torch.manual_seed(seed)
+    visual = _tower({**VISION, "quick_gelu": False})
+    state = {f"visual.{name}": value.contiguous() for name, value in visual.state_dict().items()}
+    save_file(state, folder / "open_clip_model.safetensors")
+    return folder
+
+
+def random_sample(rng: np.random.Generator, geometry: Geometry, *, key: str, images: int, length: int = 12) -> LoadedSample:
+    """A sample of random ids with `images` pictures; about half of its tokens are supervised, never a marker."""
+    ids = rng.integers(2, VOCABULARY, length).astype(np.int32)
+    places = rng.choice(np.arange(1, length - 2), images, replace=False)
+    ids[places] = IMAGE_MARKER
+    supervised = (rng.random(length) < 0.5) & (ids != IMAGE_MARKER)
+    supervised[-1] = True
+    size = geometry.image_size
+    return LoadedSample(
+        key=key,
+        ids=ids,
+        supervised=supervised,
+        images=tuple(rng.integers(0, 256, (3, size, size)).astype(np.uint8) for _ in range(images)),
+        image_sizes=((size, size),) * images,
+        image_paths=tuple(f"{key}-{k}.png" for k in range(images)),
+    )
+
+
+def random_row(seed: int, geometry: Geometry, pictures: Sequence[int]) -> tuple[Row, list[LoadedSample]]:
+    """A packed row with one sample per entry of `pictures`, which says how many pictures it has; and those samples."""
+    rng = np.random.default_rng(seed)
+    samples = [
+        random_sample(rng, geometry, key=f"r{seed}s{i}", images=count, length=int(rng.integers(8, 20)))
+        for i, count in enumerate(pictures)
+    ]
+    return build_row(samples, geometry), samples

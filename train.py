@@ -1,0 +1,137 @@
+"""Train one stage of a multimodal language model: `deepspeed train.py --config ds_configs/stage2.json`.
+
+Reads from top to bottom as the protocol of a run. Also runs under torchrun and as plain `python train.py` (one process).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+from mmds import checkpoint, export, monitor
+from mmds.config import Config, load_config, rows_per_step
+from mmds.data.chat_tokenizer import ChatTokenizer
+from mmds.data.loader import StepLoader
+from mmds.data.mixture import ensure_mixture, open_mixture, plan_run
+from mmds.dry_run import dry_run
+from mmds.engine import Engine
+from mmds.engine.assemble import assemble
+from mmds.engine.launch import launched_world, start_ranks, stop_ranks
+from mmds.errors import MmdsError
+from mmds.model.build import build_geometry, build_light, find_source
+from mmds.model.decoder import load_tokenizer
+from mmds.monitor import RunFolder
+from mmds.stages import check_text_share
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; everything else is in the config."""
+    parser = argparse.ArgumentParser(description="Train one stage of a multimodal language model.")
+    for flag, options in {
+        "--config": {"required": True, "help": "JSON file of the run"},
+        "--set": {
+            "action": "append",
+            "default": [],
+            "metavar": "a.b=JSON",
+            "help": "override a key; repeatable",
+        },
+        "--resume": {
+            "default": "auto",
+            "metavar": "auto|PATH|never",
+            "help": "checkpoint to continue (newest)",
+        },
+        "--max-steps": {"type": int, "metavar": "N", "help": "stop after step N, with a checkpoint"},
+        "--dry-run": {"action": "store_true", "help": "print what the run would do, and stop"},
+        "--local_rank": {"type": int, "default": 0, "help": argparse.SUPPRESS},  # given by the launcher
+    }.items():
+        parser.add_argument(flag, **options)
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> None:
+    """One run, from the config to the model folder."""
+    config = load_config(args.config, args.set)
+    rows, accumulation = rows_per_step(config, launched_world())
+    source = find_source(config.init_from, config.model)
+    if args.dry_run:
+        dry_run(config, source, launched_world())
+        return
+    tokenizer = ChatTokenizer(load_tokenizer(source.decoder_name))
+    ensure_mixture(config.data, tokenizer, progress=True)  # raw files, once, before ranks wait for each other
+
+    with contextlib.ExitStack() as at_end:
+        ranks = start_ranks()
+        at_end.callback(stop_ranks)
+        with ranks.together("opening the run folder"):
+            run = RunFolder(Path(config.output_dir), ranks, config.resolved)
+            at_end.callback(run.close)
+
+        with ranks.together("building the encoder and the plan"):
+            encoder, connector = build_light(source, seed=config.seed)
+            geometry = build_geometry(encoder.spec, connector.name, max_pixels=config.max_pixels)
+            mixture = open_mixture(config.data, tokenizer.fingerprint)
+            check_text_share(mixture.text_only_share, config.stage)
+            plan = plan_run(config, mixture, geometry, rows=rows)
+            run.write_json("plan.json", monitor.plan_summary(plan, mixture.text_only_share))
+
+        engine = assemble(config, source, encoder, connector, ranks, total_steps=plan.total_steps)
+        with ranks.together("describing the parts"):
+            export.write_parts(run.path, engine, encoder.spec, tokenizer.hf, config)
+
+        run.event(
+            "start", ranks=ranks.world, steps=plan.total_steps, clipping=config.clipping, bf16=config.bf16
+        )
+
+        state = checkpoint.RunState.of(engine, plan.fingerprint)
+        checkpoint.resume(engine, run.path / "checkpoints", state, args.resume)
+        run.forget_after(engine.step_index)
+        stop = min(plan.total_steps, args.max_steps or plan.total_steps)
+        steps = StepLoader(
+            mixture,
+            plan,
+            geometry,
+            rank=ranks.rank,
+            world=ranks.world,
+            accumulation=accumulation,
+            workers=config.data.workers,
+            on_bad=config.data.on_bad_sample,
+            start_step=engine.step_index,
+            stop_step=stop,
+            interpolation=encoder.spec.interpolation,
+        )
+        train(config, engine, steps, run, state, plan.total_steps)
+        if stop == plan.total_steps:
+            export.write_model(engine, run.path, run.path / "model")
+            run.event("model", path=str(run.path / "model"))
+
+
+def train(
+    config: Config, engine: Engine, steps: StepLoader, run: RunFolder, state: checkpoint.RunState, end: int
+) -> None:
+    """The loader's steps; a checkpoint where the config asks for one, and at the last step unless the run ends there."""
+    every, last = config.checkpoint.every, engine.step_index + len(steps)
+    with monitor.progress_bar(config.stage.name, engine, last) as bar:
+        started = time.monotonic()
+        for step in steps:
+            report = engine.step(step.rows)
+            now = time.monotonic()
+            line = monitor.record(run, engine, report, step.rows, now - started, config.data.row_tokens)
+            bar.set_postfix_str(
+                f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s", refresh=False
+            )
+            bar.update()
+            started = now
+            if (every and report.step % every == 0) or (report.step == last and (every or last < end)):
+                folder = run.path / "checkpoints"
+                saved = checkpoint.save(engine, folder, state.at(report.step), keep=config.checkpoint.keep)
+                run.event("saved", step=report.step, path=str(saved))
+
+
+if __name__ == "__main__":
+    try:
+        main(arguments())
+    except MmdsError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
