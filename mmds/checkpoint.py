@@ -105,7 +105,8 @@ def save(engine: Engine, folder: Path, state: RunState, *, keep: int) -> Path:
             _sync_folder(folder)
             _replace(folder / LATEST, name)
             for old in complete(folder)[:-keep]:
-                shutil.rmtree(old)
+                if old != final:  # it is not the newest after going back to an older one
+                    shutil.rmtree(old)
     return final
 
 
@@ -156,7 +157,10 @@ def load(engine: Engine, path: Path, state: RunState) -> None:
         saved = read_state(path)
         state.must_match(saved, path)
     with engine.ranks.together(f"loading {path}"):
-        engine.load(path.parent, path.name)
+        try:
+            engine.load(path.parent, path.name)
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
         if engine.step_index != saved.step:
             raise CheckpointError(
                 f"{path}: {STATE} says step {saved.step}, DeepSpeed's files say {engine.step_index}"
@@ -234,9 +238,12 @@ def _faults(path: Path) -> str:
     """What is wrong with a checkpoint folder, in words; empty when it is complete."""
     try:
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        sizes = dict(files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"no readable {MANIFEST} ({type(error).__name__})"
-    for name, size in files.items():
+    if STATE not in sizes:
+        return f"{MANIFEST} lists no {STATE}"
+    for name, size in sizes.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"

@@ -49,7 +49,8 @@ def _widened(out_variant: Any, shape: Callable[..., tuple[int, ...]]) -> Callabl
 
     def kernel(*operands: Tensor, **scalars: Any) -> Tensor:
         dtype = operands[0].dtype
-        wide = tuple(x.float() for x in operands) if dtype is torch.bfloat16 else operands
+        alike = all(x.dtype is torch.bfloat16 for x in operands)  # mixed types stay torch's error
+        wide = tuple(x.float() for x in operands) if alike else operands
         result = torch.empty(shape(*operands), dtype=wide[0].dtype)
         out_variant(*wide, **scalars, out=result)
         return result.to(dtype)

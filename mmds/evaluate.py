@@ -67,7 +67,12 @@ def accuracy_by_kind(questions: Sequence[Question], hits: Sequence[bool]) -> dic
 
 def _sample(assistant: Assistant, question: Question) -> LoadedSample:
     encoded = assistant.tokenizer.encode(question.conversation)
-    return assistant.sample(encoded.ids, encoded.supervised, question.images, question.conversation.images)
+    supervised = encoded.supervised.copy()
+    start = int(supervised.nonzero()[0][-1])
+    while supervised[start - 1]:  # back to where the last answer starts: earlier turns are not asked
+        start -= 1
+    supervised[:start] = False
+    return assistant.sample(encoded.ids, supervised, question.images, question.conversation.images)
 
 
 def _rows(

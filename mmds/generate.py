@@ -17,11 +17,9 @@ from mmds.data.conversation import Conversation
 from mmds.data.images import load_image, probe
 from mmds.data.rows import LoadedSample, Row, build_row, to_device
 from mmds.geometry import Geometry
-from mmds.model.build import build_geometry
-from mmds.model.connector import Connector
-from mmds.model.decoder import Decoder, load_llm, load_tokenizer
-from mmds.model.encoder import encoder_from_spec
-from mmds.model.folder import Description, find_model_folder, load_part, read_description
+from mmds.model.build import Source, build_decoder, build_geometry, build_light
+from mmds.model.decoder import load_tokenizer
+from mmds.model.folder import find_model_folder, read_description
 from mmds.model.mllm import FrozenEncoder, Mllm
 
 
@@ -33,7 +31,6 @@ class Assistant:
     encoder: FrozenEncoder
     tokenizer: ChatTokenizer
     geometry: Geometry
-    description: Description
     device: torch.device
 
     def row(self, samples: Sequence[LoadedSample]) -> Row:
@@ -46,7 +43,7 @@ class Assistant:
         """One sample with its pictures decoded at the size that the encoder takes. ids int32 [T] with one marker an image."""
         sizes = tuple(probe(data) for data in images)
         plans = [self.geometry.plan(*size) for size in sizes]
-        how = self.description.encoder.interpolation
+        how = self.encoder.encoder.spec.interpolation
         pixels = tuple(
             load_image(data, height=plan.height, width=plan.width, interpolation=how)
             for data, plan in zip(images, plans, strict=True)
@@ -69,26 +66,23 @@ def load_assistant(
     Raises CheckpointError when it is neither, or not whole.
     """
     folder = find_model_folder(str(path))
-    description = read_description(folder)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or (torch.float32 if place.type == "cpu" else getattr(torch, description.dtype))
-    encoder = encoder_from_spec(description.encoder)
-    load_part(encoder, folder / "encoder")
-    decoder = Decoder(load_llm(str(folder / "decoder"), dtype=dtype))
-    connector = Connector(
-        description.connector,
-        encoder_width=description.encoder.width,
-        decoder_width=description.decoder_width,
-    )
-    load_part(connector, folder / "connector")
-    model = Mllm(connector=connector.to(dtype), decoder=decoder, encoder=None).to(place).eval()
+    own: torch.dtype = getattr(torch, read_description(folder).dtype)
+    source = Source(folder=folder, section=None)
+    return assistant_of(source, device=place, dtype=dtype or (torch.float32 if place.type == "cpu" else own))
+
+
+def assistant_of(source: Source, *, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Assistant:
+    """An assistant of a model folder, or of a config's parts as they are before any training (a fresh connector from `seed`)."""
+    encoder, connector = build_light(source, seed=seed)
+    decoder = build_decoder(source, dtype=dtype, seed=seed)
+    model = Mllm(connector=connector.to(dtype), decoder=decoder, encoder=None).to(device).eval()
     return Assistant(
         model=model,
-        encoder=FrozenEncoder(encoder, device=place, dtype=dtype),
-        tokenizer=ChatTokenizer(load_tokenizer(str(folder / "decoder"))),
-        geometry=build_geometry(description.encoder, description.connector, max_pixels=None),
-        description=description,
-        device=place,
+        encoder=FrozenEncoder(encoder, device=device, dtype=dtype),
+        tokenizer=ChatTokenizer(load_tokenizer(source.decoder_name)),
+        geometry=build_geometry(encoder.spec, connector.name, max_pixels=None),
+        device=device,
     )
 
 

@@ -74,11 +74,7 @@ class RunFolder:
         """Drop lines of metrics.jsonl later than `step`: the run goes on from there and will write them again."""
         file = self.path / "metrics.jsonl"
         if self.ranks.first and file.is_file():
-            lines = [
-                line
-                for line in file.read_text(encoding="utf-8").splitlines()
-                if json.loads(line)["step"] <= step
-            ]
+            lines = [line for line in file.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
             file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
     def write_json(self, name: str, data: Any) -> None:
@@ -97,6 +93,7 @@ class RunFolder:
             files.append(self.path / "train.log")
         for old in log.handlers[:]:
             log.removeHandler(old)
+            old.close()
         for file in files:
             handler = logging.FileHandler(file, encoding="utf-8")
             handler.setFormatter(form)
@@ -108,7 +105,7 @@ class RunFolder:
         mine = {"host": socket.gethostname(), "pid": os.getpid()}
         if lock.is_file():
             age = time.time() - lock.stat().st_mtime
-            holder = json.loads(lock.read_text(encoding="utf-8") or "{}")
+            holder = _holder(lock)
             if age < 3 * BEAT_S and not _ended(holder):
                 raise CheckpointError(
                     f"{self.path} is in use by {holder} (heartbeat {age:.0f} s ago); two runs would mix their files"
@@ -226,6 +223,22 @@ def _version(package: str) -> str:
         return version(package)
     except ImportError:
         return "not installed"
+
+
+def _step_of(line: str) -> float:
+    """Step of a line of metrics; infinity when a kill has cut the line short."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return float("inf")
+
+
+def _holder(lock: Path) -> dict[str, Any]:
+    """What a lock says of its run; empty when a kill has cut it short."""
+    try:
+        return dict(json.loads(lock.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        return {}
 
 
 def _ended(holder: Mapping[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Runs of train.py as real ranks without paying for the imports each time.
 
-A server process imports what train.py imports, once; each rank of each run is a fork of it that executes train.py as `__main__` and
+A server process imports what train.py imports, once; each rank of each run is a fork of it that executes the script as `__main__` and
 ends as a process of its own: own exit code, own output, own process group over gloo, killed when it outlives its time. The server
 itself computes nothing, so nothing of one run can reach the next.
 
@@ -18,16 +18,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.spawn import ROOT, free_port
+from tests.spawn import ROOT, free_port, plain_environment
 
 GRACE_S = 20.0
 """Seconds that ranks get to end by themselves after one has failed; then they count as hanging (code -9)."""
-
 
 LATE_IMPORTS = (
     "deepspeed.runtime.zero.muon.muon_optimizer",  # torch.compile and all of inductor: most of a start
@@ -39,11 +38,10 @@ LATE_IMPORTS = (
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of one run: exit code and output of each rank, wall time in seconds, and time from the first failure."""
+    """What became of one run: exit code and output of each rank, and seconds from the first failure to the last end."""
 
     codes: list[int]
     outputs: list[str]
-    seconds: float
     seconds_after_failure: float
 
 
@@ -51,36 +49,36 @@ class Forks:
     """The server, started at first use."""
 
     def __init__(self, work: Path) -> None:
-        self._work, self._server, self._count = work, None, 0
+        self._work, self._count = work, 0
+        self._server: subprocess.Popen[str] | None = None
 
     def run(
         self,
         arguments: Sequence[str],
         *,
+        script: str = "train.py",
         world: int = 2,
-        timeout: float = 120,
+        timeout: float = 240,
         check: bool = True,
         kill_when: tuple[Path, str] | None = None,
-        environment: dict[str, str] | None = None,
+        notes: Path | None = None,
     ) -> Ended:
-        """`train.py arguments` on `world` ranks. check: a failing rank fails the test. kill_when: (file, text): SIGKILL to every
-        rank as soon as the file holds the text."""
+        """`script arguments` on `world` ranks; with `check`, a failing rank fails the test with the end of its output.
+
+        kill_when: (file, text): SIGKILL to every rank as soon as the file holds the text. notes: folder for what the ranks write
+        down about themselves (see `_take_notes`).
+        """
         self._count += 1
         request = {
+            "script": script,
             "arguments": list(arguments),
             "world": world,
             "timeout": timeout,
             "output": str(self._work / f"run-{self._count}"),
             "kill_when": [str(kill_when[0]), kill_when[1]] if kill_when else None,
-            "environment": {"MASTER_PORT": str(free_port()), **(environment or {})},
+            "environment": {"MASTER_PORT": str(free_port()), **({"TEST_NOTES": str(notes)} if notes else {})},
         }
-        server = self._start()
-        assert server.stdin is not None and server.stdout is not None
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        answer = server.stdout.readline()
-        assert answer, f"the server of ranks ended: {(self._work / 'server.log').read_text()[-2000:]}"
-        ended = Ended(**json.loads(answer))
+        ended = Ended(**self._ask(request))
         if check:
             for rank, (code, output) in enumerate(zip(ended.codes, ended.outputs, strict=True)):
                 assert code == 0, f"rank {rank} ended with {code}:\n{output[-4000:]}"
@@ -89,38 +87,31 @@ class Forks:
     def close(self) -> None:
         """End the server."""
         if self._server is not None:
-            self._server.stdin.close()
-            try:
-                self._server.wait(10)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
+            self._server.communicate(timeout=30)  # closes its stdin
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if self._server is None:
-            environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-            environment |= {
-                "PYTHONPATH": str(ROOT),
-                "MASTER_ADDR": "127.0.0.1",
-                "DS_ACCELERATOR": "cpu",
-                "OMP_NUM_THREADS": "1",
-                "MMDS_TIMEOUT_S": "60",
-                "TOKENIZERS_PARALLELISM": "false",
-            }
             self._server = subprocess.Popen(
                 [sys.executable, __file__],
-                env=environment,
+                env={**plain_environment(), "MASTER_ADDR": "127.0.0.1"},
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=(self._work / "server.log").open("w"),
                 text=True,
             )
-        return self._server
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        assert answer, f"the server of ranks ended: {(self._work / 'server.log').read_text()[-2000:]}"
+        answered: dict[str, Any] = json.loads(answer)
+        return answered
 
 
 @contextlib.contextmanager
 def started(work: Path) -> Iterator[Forks]:
-    """A server that ends with the block."""
+    """A server that ends with the block; `work` takes the outputs of its runs."""
     forks = Forks(work)
     try:
         yield forks
@@ -131,84 +122,91 @@ def started(work: Path) -> Iterator[Forks]:
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print must not look like an answer
-    import mmds.engine.core
-    import train  # noqa: F401  (its imports are what the ranks inherit)
-
-    for late in LATE_IMPORTS:
-        importlib.import_module(late)
-
-    _write_down_samples(mmds.engine.core.Engine)
+    engine = importlib.import_module("mmds.engine.core").Engine
+    for name in ("train", *LATE_IMPORTS):
+        importlib.import_module(name)
+    _take_notes(engine)
     for line in sys.stdin:
         request = json.loads(line)
-        started_at = time.monotonic()
-        ranks = [_fork(request, rank) for rank in range(request["world"])]
-        codes, after = _wait(ranks, request)
-        outputs = [Path(f"{request['output']}.{rank}").read_text(errors="replace") for rank in range(request["world"])]
-        answer = {
-            "codes": codes,
-            "outputs": outputs,
-            "seconds": time.monotonic() - started_at,
-            "seconds_after_failure": after,
-        }
-        answers.write(json.dumps(answer) + "\n")
+        pids = [_fork(request, rank) for rank in range(request["world"])]
+        codes, after = _wait(pids, request)
+        outputs = [
+            Path(f"{request['output']}.{rank}").read_text(errors="replace") for rank in range(len(pids))
+        ]
+        answers.write(json.dumps({"codes": codes, "outputs": outputs, "seconds_after_failure": after}) + "\n")
         answers.flush()
 
 
-def _fork(request: dict[str, Any], rank: int) -> int:
+def _fork(request: Mapping[str, Any], rank: int) -> int:
     pid = os.fork()
     if pid:
         return pid
     world = str(request["world"])
     os.environ.update(request["environment"], RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world)
     output = os.open(f"{request['output']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.argv = ["train.py", *request["arguments"]]
-    runpy.run_path("train.py", run_name="__main__")
+    for stream, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+        os.dup2(source, stream)
+    sys.argv = [request["script"], *request["arguments"]]
+    runpy.run_path(request["script"], run_name="__main__")
     sys.exit(0)
 
 
-def _wait(pids: list[int], request: dict[str, Any]) -> tuple[list[int], float]:
-    """Exit codes, negative for a signal; -9 for those still alive in the end. Seconds between the first failure and the last end."""
+def _wait(pids: Sequence[int], request: Mapping[str, Any]) -> tuple[list[int], float]:
+    """Exit codes in rank order, negative for a signal, -9 for those still alive in the end; and seconds after the first failure."""
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + request["timeout"]
-    failed_at: float | None = None
-    kill_when = request["kill_when"]
-    while len(codes) < len(pids) and time.monotonic() < deadline:
-        for pid in pids:
-            if pid not in codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    codes[pid] = os.waitstatus_to_exitcode(status)
+    deadline, failed_at = time.monotonic() + request["timeout"], None
+    while len(codes) < len(pids) and time.monotonic() < deadline and not _reached(request["kill_when"]):
+        for pid in set(pids) - set(codes):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
         if failed_at is None and any(codes.values()):
             failed_at = time.monotonic()
             deadline = min(deadline, failed_at + GRACE_S)
-        if kill_when is not None and Path(kill_when[0]).is_file() and kill_when[1] in Path(kill_when[0]).read_text():
-            break
         time.sleep(0.02)
     after = 0.0 if failed_at is None else time.monotonic() - failed_at
-    for pid in pids:
-        if pid not in codes:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            codes[pid] = -9
+    for pid in set(pids) - set(codes):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        codes[pid] = -9
     return [codes[pid] for pid in pids], after
 
 
-def _write_down_samples(engine: Any) -> None:
-    """Each rank appends the sample keys of each step's rows to $MMDS_SEEN/RANK.jsonl, when that is set."""
-    step = engine.step
+def _reached(kill_when: Sequence[str] | None) -> bool:
+    if kill_when is None or not Path(kill_when[0]).is_file():
+        return False
+    return kill_when[1] in Path(kill_when[0]).read_text(errors="replace")
 
-    def noting_step(self: Any, rows: Any) -> Any:
-        folder = os.environ.get("MMDS_SEEN")
-        if folder:
-            line = {"step": self.step_index + 1, "rows": [row.sample_keys for row in rows]}
-            with (Path(folder) / f"{self.ranks.rank}.jsonl").open("a") as stream:
-                stream.write(json.dumps(line) + "\n")
+
+def _take_notes(engine: Any) -> None:
+    """In a run with $TEST_NOTES: each rank appends the sample keys of each step to RANK.jsonl there, and rank 0 saves the weights and
+    the number of optimizer states of the new engine to start.pt."""
+    begin, step = engine.__init__, engine.step
+
+    def noted_begin(self: Any, *args: Any, **named: Any) -> None:
+        begin(self, *args, **named)
+        if "TEST_NOTES" in os.environ:
+            from mmds.engine.zero import whole_tensors
+
+            weights = {name: value.detach().cpu().clone() for name, value in whole_tensors(self.model)}
+            if self.ranks.first:
+                import torch
+
+                start = {
+                    "weights": weights,
+                    "states": len(self.ds.optimizer.optimizer.state),
+                    "step": self.step_index,
+                }
+                torch.save(start, Path(os.environ["TEST_NOTES"]) / "start.pt")
+
+    def noted_step(self: Any, rows: Any) -> Any:
+        if "TEST_NOTES" in os.environ:
+            with (Path(os.environ["TEST_NOTES"]) / f"{self.ranks.rank}.jsonl").open("a") as stream:
+                keys = [row.sample_keys for row in rows]
+                stream.write(json.dumps({"step": self.step_index + 1, "rows": keys}) + "\n")
         return step(self, rows)
 
-    engine.step = noting_step
+    engine.__init__, engine.step = noted_begin, noted_step
 
 
 if __name__ == "__main__":

@@ -20,8 +20,31 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def plain_environment() -> dict[str, str]:
+    """This environment without a launcher's variables, set for small ranks on a CPU.
+
+    The interpreter's own bin comes first in PATH: DeepSpeed compiles with the first ninja found there, and compiles again (minutes)
+    whenever another version of it has been used since.
+    """
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {
+        **{name: value for name, value in os.environ.items() if name not in launcher},
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "MMDS_TIMEOUT_S": "120",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
 def run_ranks(
-    script: str | Path, arguments: Sequence[str] = (), *, world: int = 2, timeout: float = 240, check: bool = True
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    world: int = 2,
+    timeout: float = 240,
+    check: bool = True,
 ) -> list[tuple[int, str]]:
     """Run `python script arguments` as `world` ranks. Returns (exit code, output) of each rank.
 
@@ -29,15 +52,10 @@ def run_ranks(
     With `check`, a failing rank fails the test with the end of its output.
     """
     base = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
+        **plain_environment(),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "MMDS_TIMEOUT_S": "120",
-        "TOKENIZERS_PARALLELISM": "false",
     }
     processes = []
     for rank in range(world):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
+from mmds.config_types import EncoderSection
 from mmds.data.rows import IMAGE_MARKER, LoadedSample, Row, build_row
 from mmds.geometry import Geometry
-from mmds.model.encoder import _tower
+from mmds.model.connector import Connector
+from mmds.model.encoder import _tower, build_encoder
+from mmds.model.folder import Description
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -33,17 +37,18 @@ def write_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         special_tokens=["<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    tokenizer.train_from_iterator(["user assistant system what colour is the shape red blue green circle"] * 4, trainer)
+    tokenizer.train_from_iterator(
+        ["user assistant system what colour is the shape red blue green circle"] * 4, trainer
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
     fast.chat_template = CHATML
     fast.save_pretrained(folder)
     return fast
 
 
-def write_decoder(folder: Path, *, seed: int = 0, tied: bool = True, layers: int = 2, std: float = 0.1) -> Path:
-    """A tiny Llama folder with weights and tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(
+def decoder_config(*, tied: bool = True, layers: int = 2, std: float = 0.1) -> LlamaConfig:
+    """The tiny Llama's config."""
+    return LlamaConfig(
         hidden_size=48,
         intermediate_size=96,
         num_hidden_layers=layers,
@@ -56,29 +61,72 @@ def write_decoder(folder: Path, *, seed: int = 0, tied: bool = True, layers: int
         bos_token_id=None,
         eos_token_id=1,
     )
+
+
+def write_decoder(
+    folder: Path,
+    *,
+    seed: int = 0,
+    tied: bool = True,
+    layers: int = 2,
+    std: float = 0.1,
+    config: PreTrainedConfig | None = None,
+) -> Path:
+    """A folder of a decoder with weights and tokenizer: a tiny Llama, or of another config with this vocabulary."""
+    folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
+    config = config or decoder_config(tied=tied, layers=layers, std=std)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 
 
-VISION = {"embed_dim": 16, "vision_cfg": {"image_size": 28, "layers": 3, "width": 32, "head_width": 16, "patch_size": 14}}
+VISION = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 28, "layers": 3, "width": 32, "head_width": 16, "patch_size": 14},
+}
 PREPROCESS = {"mean": [0.4, 0.45, 0.5], "std": [0.3, 0.25, 0.2], "interpolation": "bicubic"}
 
 
-def write_encoder(folder: Path, *, seed: int = 1) -> Path:
-    """A tiny open_clip ViT folder (28 px, 2 x 2 patches) with weights: `local-dir:` material."""
+def write_encoder(
+    folder: Path,
+    *,
+    seed: int = 1,
+    model_cfg: Mapping[str, Any] = VISION,
+    preprocess: Mapping[str, Any] = PREPROCESS,
+) -> Path:
+    """An open_clip folder with random weights, `local-dir:` material: by default a tiny ViT (28 px, 2 x 2 patches)."""
     folder.mkdir(parents=True, exist_ok=True)
-    model_cfg = {**VISION, "text_cfg": {}}
-    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": model_cfg, "preprocess_cfg": PREPROCESS}))
+    config = {"model_cfg": {**model_cfg, "text_cfg": {}}, "preprocess_cfg": preprocess}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
     torch.manual_seed(seed)
-    visual = _tower({**VISION, "quick_gelu": False})
+    visual = _tower({"quick_gelu": False, **model_cfg})
     state = {f"visual.{name}": value.contiguous() for name, value in visual.state_dict().items()}
     save_file(state, folder / "open_clip_model.safetensors")
     return folder
 
 
-def random_sample(rng: np.random.Generator, geometry: Geometry, *, key: str, images: int, length: int = 12) -> LoadedSample:
+def write_model_folder(
+    folder: Path, *, seed: int = 2, connector: str = "mlp2x", config: PreTrainedConfig | None = None
+) -> Path:
+    """A whole model folder with random weights, put together by hand: no part of mmds writes its weights."""
+    write_decoder(folder / "decoder", seed=seed, config=config)
+    source = write_encoder(folder.with_name(folder.name + ".tower"), seed=seed)
+    encoder = build_encoder(EncoderSection(name=f"local-dir:{source}"))
+    width = json.loads((folder / "decoder" / "config.json").read_text())["hidden_size"]
+    torch.manual_seed(seed)
+    joint = Connector(connector, encoder_width=encoder.spec.width, decoder_width=width)
+    for part, module in (("encoder", encoder), ("connector", joint)):
+        (folder / part).mkdir(parents=True)
+        state = {name: value.contiguous() for name, value in module.state_dict().items()}
+        save_file(state, folder / part / "model.safetensors")
+    Description(encoder=encoder.spec, connector=connector, decoder_width=width).write(folder)
+    return folder
+
+
+def random_sample(
+    rng: np.random.Generator, geometry: Geometry, *, key: str, images: int, length: int = 12
+) -> LoadedSample:
     """A sample of random ids with `images` pictures; about half of its tokens are supervised, never a marker."""
     ids = rng.integers(2, VOCABULARY, length).astype(np.int32)
     places = rng.choice(np.arange(1, length - 2), images, replace=False)

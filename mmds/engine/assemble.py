@@ -47,6 +47,8 @@ def assemble(
     )
     with contextlib.nullcontext() if is_random(source) else partitioned_loading(ds_config):
         decoder = build_decoder(source, dtype=dtype, seed=config.seed)
+    for part in (encoder, connector):
+        part.to(dtype)  # DeepSpeed casts nothing once the decoder has arrived in partitions
     rates = assign_rates(_all_names(encoder, connector, decoder), config.rates)
     trains = _encoder_trains(encoder, rates)
     model = Mllm(connector=connector, decoder=decoder, encoder=encoder if trains else None)

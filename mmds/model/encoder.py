@@ -75,10 +75,23 @@ class Encoder(nn.Module):
         maps = _feature_map(self.visual, normal, layer=self.spec.layer, norm=self.spec.norm)
         return maps.flatten(2).transpose(1, 2)
 
+    def train(self, mode: bool = True) -> Encoder:
+        """As usual, but batch norms keep their stored statistics: an image's features do not depend on its row."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
     def set_recompute(self, enable: bool) -> None:
-        """Recompute each block's activations in the backward pass."""
-        if enable:
-            self.visual.set_grad_checkpointing(True)  # type: ignore[operator]
+        """Recompute each block's activations in the backward pass. Raises ConfigError for a tower that cannot."""
+        if not enable:
+            return
+        self.visual.set_grad_checkpointing(True)  # type: ignore[operator]
+        if not any(getattr(module, "grad_checkpointing", False) for module in self.modules()):
+            raise ConfigError(
+                f"activation_checkpointing: the encoder {self.spec.name} cannot recompute; freeze it or leave the key out"
+            )
 
 
 def build_encoder(section: EncoderSection) -> Encoder:
@@ -94,6 +107,10 @@ def build_encoder(section: EncoderSection) -> Encoder:
         _random_preprocess(section)
     else:
         visual, model_cfg, preprocess = _from_open_clip(section)
+    if section.activation is not None and (section.activation == "quick_gelu") != model_cfg["quick_gelu"]:
+        raise ConfigError(
+            f"mmds.model.encoder.activation is {section.activation!r}, but {section.name} computes the other one"
+        )
     mean, std = section.mean or preprocess.get("mean"), section.std or preprocess.get("std")
     if not mean or not std:
         mean, std = _random_preprocess(section)
@@ -206,6 +223,11 @@ def _check_activation(section: EncoderSection) -> None:
         return
     quick = bool(_named_config(section.name).get("quick_gelu", False))
     if _is_file(section):
+        if not Path(section.pretrained or "").is_file():
+            tags = open_clip.list_pretrained_tags_by_model(section.name)
+            raise ConfigError(
+                f"mmds.model.encoder.pretrained: {section.pretrained!r} is neither a file nor one of {section.name}'s tags {tags}"
+            )
         missing = [key for key in ("activation", "mean", "std") if getattr(section, key) is None]
         if missing:
             raise ConfigError(
@@ -261,7 +283,16 @@ def _vision_part(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tower(model_cfg: Mapping[str, Any]) -> nn.Module:
-    return _build_vision_tower(model_cfg["embed_dim"], dict(model_cfg["vision_cfg"]), model_cfg["quick_gelu"])
+    """The bare tower of a config. A timm tower is built at its own default size; its config's `image_size` is applied here."""
+    vision = dict(model_cfg["vision_cfg"])
+    visual: nn.Module = _build_vision_tower(model_cfg["embed_dim"], vision, model_cfg["quick_gelu"])
+    trunk = getattr(visual, "trunk", None)
+    built = getattr(getattr(trunk, "patch_embed", None), "img_size", None)
+    size = vision.get("image_size")
+    wanted = (size, size) if isinstance(size, int) else size
+    if trunk is not None and built is not None and wanted is not None and tuple(built) != tuple(wanted):
+        trunk.set_input_size(img_size=wanted)
+    return visual
 
 
 def _prune(visual: nn.Module, layer: int, *, norm: bool) -> int:
@@ -273,6 +304,10 @@ def _prune(visual: nn.Module, layer: int, *, norm: bool) -> int:
             raise ConfigError(
                 f"mmds.model.encoder.layer: count {type(trunk).__name__}'s stages from 0 (got {layer})"
             )
+        if layer > 4:
+            raise ConfigError(f"mmds.model.encoder.layer: {layer} is not one of the stages 0 (stem) to 4")
+        for above in range(layer + 1, 5):
+            setattr(visual, f"layer{above}", nn.Identity())
         kept = [layer]
     else:
         try:
@@ -305,10 +340,18 @@ def _measure(
     if not isinstance(size, int) and size[0] != size[1]:
         raise ConfigError(f"mmds.model.encoder: a fixed input of {size} is not square; not yet supported")
     visual.eval()
-    with torch.no_grad():
-        features = _feature_map(visual, torch.zeros(1, 3, side, side), layer=layer, norm=norm)
+    try:
+        with torch.no_grad():
+            features = _feature_map(visual, torch.zeros(1, 3, side, side), layer=layer, norm=norm)
+            plain = _feature_map(visual, torch.zeros(1, 3, side, side), layer=layer, norm=False)
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigError(f"mmds.model.encoder: the tower takes no images of {side} px: {error}") from error
+    if norm and torch.equal(features, plain):
+        raise ConfigError("mmds.model.encoder.norm: this tower has no final norm; leave it out")
     _, width, rows, columns = features.shape
-    if rows != columns or side % rows:
+    embed = getattr(getattr(visual, "trunk", None), "patch_embed", None)
+    patch = getattr(visual, "patch_size", None) or getattr(embed, "patch_size", None) or (1, 1)
+    if rows != columns or side % rows or side % patch[0]:
         raise ConfigError(
             f"mmds.model.encoder: {side} px give {rows} x {columns} features; the image size is off the patch grid"
         )

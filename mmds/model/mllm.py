@@ -54,9 +54,12 @@ class Mllm(nn.Module):
         if features is None:
             assert self.encoder is not None
             features = self.encoder(pixels_or_dummy(row, self.encoder.spec))
-        visual = self.connector(features)
         images = row.slot_counts.numel()
-        check_counts(row.slot_counts.tolist(), [visual.shape[1]] * images, row.image_names)
+        if not images:  # the dummy's gradient is 0 times its features, which must not be infinite
+            features = features.nan_to_num(0.0, 0.0, 0.0)
+        visual = self.connector(features)
+        encoded = visual.shape[0] if images else 0
+        check_counts(row.slot_counts.tolist(), [visual.shape[1]] * encoded, row.image_names)
         real = visual[:images].flatten(0, 1)
         return splice(self.decoder.embed(row.input_ids), real, row.slots)
 

@@ -21,11 +21,11 @@ from mmds.engine.core import deepspeed_config, parameter_groups
 from mmds.engine.launch import start_ranks, stop_ranks
 from mmds.engine.schedule import rate_factor
 from mmds.engine.zero import whole_tensors
-from mmds.errors import CheckpointError
 from mmds.geometry import Geometry
-from mmds.model.build import build_geometry, build_light, find_source
+from mmds.model.build import build_decoder, build_geometry, build_light, find_source
 from mmds.model.connector import Connector
 from mmds.model.encoder import EncoderSection, build_encoder
+from mmds.model.mllm import FrozenEncoder, Mllm
 from tests import tiny
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -85,7 +85,10 @@ def test_biases_and_norms_get_no_weight_decay_and_every_matrix_does(tree: nn.Mod
 def test_groups_are_named_after_their_part_and_numbered_where_a_part_has_several(tree: nn.Module) -> None:
     groups = parameter_groups(tree, rates_of(tree, encoder=None, connector=1e-3, decoder=2e-5), 0.1)
     assert sorted(group["name"] for group in groups) == ["connector", "connector.2", "decoder", "decoder.2"]
-    assert {group["name"].split(".")[0]: group["lr"] for group in groups} == {"connector": 1e-3, "decoder": 2e-5}
+    assert {group["name"].split(".")[0]: group["lr"] for group in groups} == {
+        "connector": 1e-3,
+        "decoder": 2e-5,
+    }
     without_decay = parameter_groups(tree, rates_of(tree, encoder=None, connector=1e-3, decoder=2e-5), 0.0)
     assert [group["name"] for group in without_decay] == ["connector", "decoder"]
 
@@ -216,7 +219,9 @@ def test_a_run_without_a_launcher_is_a_world_of_one(alone: Ranks) -> None:
         raise OSError("disk full")
 
 
-def test_rate_of_every_group_is_table_times_schedule_and_the_norm_is_reported_before_clipping(parts: Alone) -> None:
+def test_rate_of_every_group_is_table_times_schedule_and_the_norm_is_reported_before_clipping(
+    parts: Alone,
+) -> None:
     engine, geometry = parts.engine(rates={"connector.*": 3e-4})
     table = {"connector": 3e-4, "connector.2": 3e-4, "decoder": 2e-5, "decoder.2": 2e-5}
     for step in range(4):
@@ -266,7 +271,41 @@ def test_a_saved_engine_loads_bit_equal_and_goes_on_the_same(parts: Alone) -> No
     assert all(torch.equal(after[name], value) for name, value in weights(fresh).items())
 
 
-def test_loading_from_a_folder_that_holds_no_checkpoint_is_an_error(parts: Alone) -> None:
-    engine, _ = parts.engine()
-    with pytest.raises(CheckpointError, match="nothing"):
-        engine.load(parts.work / "nowhere", "tag")
+def test_weights_after_some_steps_are_those_of_torchs_own_clipped_adamw(parts: Alone) -> None:
+    engine, geometry = parts.engine(rates={"connector.*": 3e-4})
+    config = load_config(parts.work / "run.json")
+    encoder, connector = build_light(find_source(None, config.model), seed=config.seed)
+    llm = build_decoder(find_source(None, config.model), dtype=torch.float32, seed=config.seed)
+    plain = Mllm(connector=connector, decoder=llm, encoder=None)
+    frozen = FrozenEncoder(encoder, device=CPU, dtype=torch.float32)
+    groups = [
+        {
+            "params": [
+                p for n, p in plain.named_parameters() if n.startswith(part) and (p.dim() > 1) == (decay > 0)
+            ],
+            "lr": rate,
+            "weight_decay": decay,
+        }
+        for part, rate in (("connector", 3e-4), ("decoder", 2e-5))
+        for decay in (0.1, 0.0)
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
+    start = {n: p.detach().clone() for n, p in plain.named_parameters()}
+    for step in range(3):
+        some = row(geometry, step)
+        report = engine.step([some])
+        optimizer.zero_grad()
+        loss = plain(some, frozen(some)) / some.supervised
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+        for group, rate in zip(optimizer.param_groups, (3e-4, 3e-4, 2e-5, 2e-5), strict=True):
+            group["lr"] = rate * rate_factor(step, total=4, warmup=2, decay="cosine")
+        optimizer.step()
+        assert report.loss == pytest.approx(float(loss), rel=1e-5)
+        assert report.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    ours = weights(engine)
+    assert set(ours) == set(start)
+    for name, parameter in plain.named_parameters():
+        moved = (parameter.detach() - start[name]).abs().max()
+        gap = (ours[name] - parameter.detach()).abs().max()
+        assert float(moved) > 0 and float(gap) < 0.02 * float(moved), (name, float(gap), float(moved))

@@ -60,7 +60,9 @@ def test_rows_equal_masked_attention_written_out(groups: int, window: int | None
 
 def test_the_default_scale_is_one_over_the_root_of_the_head_size() -> None:
     qkv, ours, theirs = operands((6, 2))
-    assert gap(rows_attention(nn.Module(), *qkv, None, **ours)[0], dense(*qkv, scale=8**-0.5, **theirs)) < 1e-6
+    assert (
+        gap(rows_attention(nn.Module(), *qkv, None, **ours)[0], dense(*qkv, scale=8**-0.5, **theirs)) < 1e-6
+    )
 
 
 def test_bf16_on_a_cpu_is_rounded_once_at_the_end() -> None:

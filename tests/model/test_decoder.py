@@ -81,9 +81,7 @@ def test_packed_logits_equal_each_sample_alone_without_gradients(family: str) ->
     samples = random_samples(LENGTHS)
     stock = stock_model(family).eval()
     with torch.no_grad():
-        assert (
-            gap(packed_logits(Decoder(deepcopy(stock)), samples), alone_logits(stock, samples)) < 1e-5
-        )
+        assert gap(packed_logits(Decoder(deepcopy(stock)), samples), alone_logits(stock, samples)) < 1e-5
 
 
 def test_the_sliding_window_of_these_tests_changes_the_logits() -> None:
@@ -147,6 +145,26 @@ def test_recomputation_runs_every_block_again_in_the_backward_pass(family: str) 
         packed_logits(decoder, random_samples((4, 5))).sum().backward()
         counts.append(len(calls))
     assert counts == [2, 4]
+
+
+@pytest.mark.parametrize("trained", ["model.layers.1.", "model.layers.0.mlp.", "model.norm."])
+def test_recomputation_gives_equal_gradients_when_only_a_piece_of_the_decoder_trains(trained: str) -> None:
+    """Frozen inputs, and frozen parameters inside a recomputed block."""
+    samples = random_samples(LENGTHS)
+    keep, target = next_tokens(samples)
+    results = []
+    for recompute in (False, True):
+        decoder = Decoder(stock_model("qwen3")).train()
+        for name, parameter in decoder.llm.named_parameters():
+            parameter.requires_grad_(name.startswith(trained))
+        if recompute:
+            connector = Connector("linear", encoder_width=4, decoder_width=32)
+            set_recompute(Mllm(connector=connector, decoder=decoder, encoder=None))
+        F.cross_entropy(packed_logits(decoder, samples, keep), target).backward()
+        results.append(gradients(decoder.llm))
+        moved = {name for name, grad in results[-1].items() if grad.any()}
+        assert moved == {name for name in results[-1] if name.startswith(trained)}
+    assert worst(results[1], results[0]) == []
 
 
 def row(**changes: Any) -> dict[str, Any]:

@@ -54,9 +54,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "softcap",
     ),
     "GptOss needs sinks": (
-        lambda: transformers.GptOssConfig(
-            **SIZES, head_dim=16, num_local_experts=2, num_experts_per_tok=1
-        ),
+        lambda: transformers.GptOssConfig(**SIZES, head_dim=16, num_local_experts=2, num_experts_per_tok=1),
         "gpt_oss",
         "s_aux",
     ),
@@ -100,7 +98,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "bert",
         "not causal",
     ),
-    "T5 is no causal language model": (lambda: transformers.T5Config(d_model=64), "t5", "AutoModelForCausalLM"),
+    "T5 is no causal language model": (
+        lambda: transformers.T5Config(d_model=64),
+        "t5",
+        "AutoModelForCausalLM",
+    ),
 }
 
 
@@ -133,9 +135,7 @@ def test_a_config_of_real_size_takes_no_full_size_model(monkeypatch: pytest.Monk
         return model
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_config", spy)
-    sizes = dict(
-        hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4
-    )
+    sizes = dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4)
     qualify(transformers.Qwen2Config(**sizes, num_hidden_layers=28, vocab_size=152064))
     assert largest
     assert max(largest) < 30e6

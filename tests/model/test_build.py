@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import FalconConfig
+
+from mmds.config_types import DecoderSection, EncoderSection, ModelSection
+from mmds.errors import CheckpointError, ConfigError
+from mmds.model.build import (
+    Source,
+    build_decoder,
+    build_geometry,
+    build_light,
+    describe_light,
+    find_source,
+    is_random,
+)
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder folder, a tower folder and a model folder; nobody changes them."""
+    work = tmp_path_factory.mktemp("parts")
+    tiny.write_decoder(work / "decoder")
+    tiny.write_encoder(work / "encoder")
+    tiny.write_model_folder(work / "model", connector="merge_mlp")
+    return work
+
+
+def section(parts: Path, **changes: Any) -> ModelSection:
+    encoder = EncoderSection(name=f"local-dir:{parts / 'encoder'}")
+    decoder = DecoderSection(name=str(parts / "decoder"))
+    return replace(ModelSection(encoder=encoder, connector="mlp2x", decoder=decoder), **changes)
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    mine, other = a.state_dict(), b.state_dict()
+    return set(mine) == set(other) and all(torch.equal(mine[key], other[key]) for key in mine)
+
+
+def test_neither_a_model_nor_init_from_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"mmds\.model: name the encoder.*init_from"):
+        find_source(None, None)
+
+
+def test_the_source_is_the_sections_or_the_folder(parts: Path) -> None:
+    from_config = find_source(None, section(parts))
+    assert (from_config.folder, from_config.decoder_name) == (None, str(parts / "decoder"))
+    from_folder = find_source(str(parts / "model"), None)
+    assert (from_folder.folder, from_folder.section) == (parts / "model", None)
+    assert from_folder.decoder_name == str(parts / "model" / "decoder")
+
+
+def matching(parts: Path) -> ModelSection:
+    """The section that describes the model folder."""
+    name = json.loads((parts / "model" / "mmds.json").read_text())["encoder"]["name"]
+    return section(parts, encoder=EncoderSection(name=name), connector="merge_mlp")
+
+
+def test_a_model_that_agrees_with_the_folder_may_be_repeated(parts: Path) -> None:
+    assert find_source(str(parts / "model"), matching(parts)).folder == parts / "model"
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [("connector", "mlp2x"), ("encoder.name", "ViT-B-32"), ("encoder.layer", 0), ("encoder.norm", True)],
+)
+def test_a_model_that_contradicts_the_folder_is_refused_by_key_with_both_values(
+    parts: Path, key: str, given: Any
+) -> None:
+    model = matching(parts)
+    if key.startswith("encoder."):
+        model = replace(model, encoder=replace(model.encoder, **{key.removeprefix("encoder."): given}))
+    else:
+        model = replace(model, **{key: given})
+    with pytest.raises(ConfigError, match=f"mmds.model.{key} is {given!r}, but init_from .* holds"):
+        find_source(str(parts / "model"), model)
+
+
+def test_fresh_parts_are_equal_for_equal_seeds_and_differ_for_others(parts: Path) -> None:
+    source = find_source(None, section(parts))
+    (encoder, first), (_, same), (_, other) = (build_light(source, seed=seed) for seed in (7, 7, 8))
+    torch.rand(5)
+    assert equal(first, same)
+    assert not equal(first, other)
+    stored = load_file(parts / "encoder" / "open_clip_model.safetensors")
+    assert all(torch.equal(value, stored[name]) for name, value in encoder.state_dict().items())
+
+
+def test_parts_of_a_model_folder_are_its_weights_bit_for_bit_whatever_the_seed(parts: Path) -> None:
+    source = find_source(str(parts / "model"), None)
+    encoder, connector = build_light(source, seed=1)
+    for module, part in ((encoder, "encoder"), (connector, "connector")):
+        stored = load_file(parts / "model" / part / "model.safetensors")
+        state = module.state_dict()
+        assert set(stored) == set(state)
+        assert all(torch.equal(state[name], stored[name]) for name in stored)
+    assert connector.name == "merge_mlp"
+
+
+def test_the_decoder_is_its_files_bit_for_bit_in_the_asked_dtype(parts: Path) -> None:
+    stored = load_file(parts / "decoder" / "model.safetensors")
+    for dtype in (torch.float32, torch.bfloat16):
+        decoder = build_decoder(find_source(None, section(parts)), dtype=dtype, seed=0)
+        state = decoder.llm.state_dict()
+        assert all(torch.equal(state[name], stored[name].to(dtype)) for name in stored)
+        assert {p.dtype for p in decoder.parameters()} == {dtype}
+
+
+def test_a_random_decoder_depends_on_the_seed_alone(parts: Path) -> None:
+    source = find_source(
+        None, section(parts, decoder=DecoderSection(name=str(parts / "decoder"), random=True))
+    )
+    first, same, other = (build_decoder(source, dtype=torch.float32, seed=seed) for seed in (3, 3, 4))
+    assert equal(first, same)
+    assert not equal(first, other)
+    assert is_random(source)
+    assert not is_random(find_source(None, section(parts)))
+    assert not is_random(find_source(str(parts / "model"), None))
+
+
+def test_describing_reads_configs_but_no_weights(parts: Path, tmp_path: Path) -> None:
+    tiny.write_model_folder(tmp_path / "model")
+    tiny.write_decoder(tmp_path / "decoder")
+    tiny.write_encoder(tmp_path / "encoder")
+    for file in tmp_path.rglob("*.safetensors"):
+        file.unlink()
+    for source, whole in (
+        (find_source(None, section(tmp_path)), find_source(None, section(parts))),
+        (
+            find_source(str(tmp_path / "model"), None),
+            Source(folder=tiny.write_model_folder(tmp_path / "b"), section=None),
+        ),
+    ):
+        described, built = describe_light(source), build_light(whole, seed=0)
+        for a, b in zip(described, built, strict=True):
+            assert {n: p.shape for n, p in a.named_parameters()} == {
+                n: p.shape for n, p in b.named_parameters()
+            }
+        with pytest.raises(CheckpointError):
+            build_light(source, seed=0)
+
+
+def test_a_family_that_cannot_be_packed_is_refused_before_any_weight_is_read(
+    parts: Path, tmp_path: Path
+) -> None:
+    FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128).save_pretrained(
+        tmp_path
+    )
+    model = section(parts, decoder=DecoderSection(name=str(tmp_path)))
+    missing = EncoderSection(name=f"local-dir:{tmp_path / 'no-encoder-here'}")
+    with pytest.raises(ConfigError, match="'falcon'"):
+        build_light(find_source(None, replace(model, encoder=missing)), seed=0)
+
+
+def test_the_geometry_is_that_of_the_encoder_and_the_connector_under_the_cap(parts: Path) -> None:
+    encoder, _ = describe_light(find_source(None, section(parts)))
+    assert build_geometry(encoder.spec, "mlp2x", max_pixels=28 * 28).plan(5, 5).visual_tokens == 4
+    assert build_geometry(encoder.spec, "merge_mlp", max_pixels=None).plan(5, 5).visual_tokens == 1
+    with pytest.raises(ConfigError, match="max_pixels is 783"):
+        build_geometry(encoder.spec, "mlp2x", max_pixels=783)

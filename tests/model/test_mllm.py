@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmds.config_types import EncoderSection
+from mmds.data.rows import IMAGE_MARKER, LoadedSample, Row, build_row, filler_row
+from mmds.engine.assemble import set_recompute
+from mmds.errors import DataError, SpliceError
+from mmds.geometry import Geometry
+from mmds.model.build import build_geometry
+from mmds.model.connector import Connector
+from mmds.model.decoder import Decoder, load_llm
+from mmds.model.encoder import Encoder, EncoderSpec, build_encoder
+from mmds.model.mllm import FrozenEncoder, Mllm
+from tests import tiny
+from tests.engine.reference import compare
+from tests.model.families import gap, gradients
+from tests.model.llava import llava_step, same_mllm, stock_llava
+
+GEOMETRY = Geometry(mode="fixed", image_size=28, patch_size=14)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("parts")
+    tiny.write_encoder(work / "encoder")
+    tiny.write_decoder(work / "decoder")
+    return work
+
+
+def make_encoder(folder: Path) -> Encoder:
+    return build_encoder(EncoderSection(name=f"local-dir:{folder / 'encoder'}"))
+
+
+def make_model(folder: Path, *, connector: str = "mlp2x", trained_encoder: bool = True) -> Mllm:
+    torch.manual_seed(4)
+    return Mllm(
+        connector=Connector(connector, encoder_width=32, decoder_width=48),
+        decoder=Decoder(load_llm(str(folder / "decoder"), dtype=torch.float32)),
+        encoder=make_encoder(folder) if trained_encoder else None,
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("pictures", [(1,), (0, 3, 1, 0, 2)])
+def test_a_packed_row_equals_transformers_own_llava_sample_by_sample(
+    pictures: tuple[int, ...], recompute: bool, tmp_path: Path
+) -> None:
+    """Logits, loss and the gradient of every parameter of every part, in fp32."""
+    theirs = stock_llava()
+    ours = same_mllm(theirs, tmp_path).train()
+    if recompute:
+        set_recompute(ours)
+    row, samples = tiny.random_row(11, GEOMETRY, pictures)
+    logits, loss, grads = llava_step(theirs, samples)
+    own = ours(row) / row.supervised
+    own.backward()
+    assert own.item() == pytest.approx(loss.item(), rel=1e-5)
+    everywhere = ours.eval().logits(row, torch.arange(row.input_ids.numel()))
+    assert gap(everywhere, logits) < 1e-5
+    assert set(grads) == set(gradients(ours))
+    assert all(bool(g.any()) for name, g in grads.items() if not name.endswith("k_proj.bias"))
+    assert compare(gradients(ours), grads) == []
+
+
+class _TagEncoder:
+    """Stands in for an encoder: an image whose pixels are all k becomes patches that are all k."""
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        return pixels[:, :1, 0, :1].float().expand(-1, 4, 48).clone()
+
+
+class _Pass(nn.Module):
+    def forward(self, features: Tensor) -> Tensor:
+        return features
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_image_k_lands_in_the_slots_of_image_k_under_any_packing(seed: int, folder: Path) -> None:
+    """Tag test: 13 images in 6 samples, packed in a shuffled order; the row is rebuilt token by token by hand."""
+    rng = np.random.default_rng(seed)
+    tag, samples = 1, []
+    for i, pictures in enumerate((2, 0, 5, 1, 3, 2)):
+        sample = tiny.random_sample(rng, GEOMETRY, key=f"s{i}", images=pictures, length=14)
+        tags = range(tag, tag + pictures)
+        images = tuple(np.full((3, 28, 28), 10 * t, np.uint8) for t in tags)
+        samples.append((replace(sample, images=images), list(tags)))
+        tag += pictures
+    order = rng.permutation(len(samples))
+    shuffled = [samples[i] for i in order]
+    model = make_model(folder, connector="linear", trained_encoder=False)
+    model.connector.net = _Pass()
+    row = build_row([sample for sample, _ in shuffled], GEOMETRY)
+    table = model.decoder.llm.get_input_embeddings().weight
+    expected = []
+    for sample, tags in shuffled:
+        left = iter(tags)
+        for token in sample.ids.tolist():
+            if token == IMAGE_MARKER:
+                expected += [torch.full((48,), 10.0 * next(left))] * 4
+            else:
+                expected.append(table[token])
+    got = model.embed(row, _TagEncoder()(row.pixels))
+    assert torch.equal(got, torch.stack(expected))
+
+
+def broken(row: Row, folder: Path, change: Callable[[Tensor], Tensor], **fields: Any) -> str:
+    """What the splice says when the features (or fields of the row) are changed."""
+    model = make_model(folder, trained_encoder=False)
+    features = torch.randn(row.pixels.shape[0], 4, 32)
+    model.embed(row, features)
+    with pytest.raises(SpliceError) as error:
+        model.embed(replace(row, **fields), change(features))
+    return str(error.value)
+
+
+def test_missing_surplus_and_misfitting_features_are_raised_with_the_images_named(folder: Path) -> None:
+    row, _ = tiny.random_row(0, GEOMETRY, (1, 0, 2))
+    assert "3 images have slots" in broken(row, folder, lambda f: f[:2])
+    assert "3 images have slots" in broken(row, folder, lambda f: torch.cat([f, f[:1]]))
+    misfit = broken(row, folder, lambda f: torch.cat([f, f[:, :1]], 1))
+    assert "sample r0s0 image 0 (r0s0-0.png): 4 slots" in misfit
+    assert "5 visual tokens" in misfit
+    shifted = broken(row, folder, lambda f: f, slot_counts=torch.tensor([4, 3, 5]))
+    assert "sample r0s2 image 0 (r0s2-0.png): 3 slots" in shifted
+    assert "4 visual tokens" in shifted
+    assert "3 visual tokens" in broken(row, folder, lambda f: f[:, :3])
+
+
+@pytest.mark.parametrize("pictures", [(0, 0), (1,), (0, 2, 1)])
+def test_every_part_runs_exactly_once_for_any_row(pictures: tuple[int, ...], folder: Path) -> None:
+    model = make_model(folder)
+    calls: list[str] = []
+    for name in ("encoder", "connector", "decoder"):
+        getattr(model, name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    model(tiny.random_row(1, GEOMETRY, pictures)[0]).backward()
+    assert calls == ["encoder", "connector", "decoder"]
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("connector", ["linear", "mlp2x", "merge_mlp"])
+def test_a_row_without_images_gives_exactly_zero_gradients_before_the_decoder(
+    connector: str, folder: Path
+) -> None:
+    model = make_model(folder, connector=connector)
+    row, samples = tiny.random_row(1, GEOMETRY, (0, 0, 0))
+    loss = model(row)
+    loss.backward()
+    for name, grad in gradients(model).items():
+        assert name.startswith("decoder.") or not grad.any(), name
+    text = make_model(folder, connector=connector, trained_encoder=False)
+    assert loss.item() == text(row, torch.randn(1, 4, 32)).item()
+
+
+def test_features_of_the_dummy_image_cannot_make_the_gradient_not_a_number(folder: Path) -> None:
+    """0 x infinity is NaN: a black image may overflow an encoder that was trained in fp16."""
+    row, _ = tiny.random_row(1, GEOMETRY, (0, 0))
+    for value in (torch.inf, torch.nan):
+        model = make_model(folder, trained_encoder=False)
+        model(row, torch.full((1, 4, 32), value)).backward()
+        assert all(bool(g.isfinite().all()) for g in gradients(model).values())
+
+
+def test_the_filler_row_runs_through_the_whole_model_and_costs_nothing(folder: Path) -> None:
+    model = make_model(folder)
+    loss = model(filler_row(GEOMETRY))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not any(bool(g.any()) for g in gradients(model).values())
+
+
+def test_features_are_given_exactly_when_the_encoder_is_outside(folder: Path) -> None:
+    row, _ = tiny.random_row(1, GEOMETRY, (1,))
+    with pytest.raises(ValueError, match="exactly when"):
+        make_model(folder)(row, torch.randn(1, 4, 32))
+    with pytest.raises(ValueError, match="exactly when"):
+        make_model(folder, trained_encoder=False)(row)
+
+
+def test_a_frozen_encoder_gives_the_loss_and_decoder_gradients_of_the_same_encoder_inside(
+    folder: Path,
+) -> None:
+    row, _ = tiny.random_row(2, GEOMETRY, (2, 0, 1))
+    inside, outside = make_model(folder), make_model(folder, trained_encoder=False)
+    frozen = FrozenEncoder(make_encoder(folder), device=CPU, dtype=torch.float32)
+    losses = [inside(row), outside(row, frozen(row))]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    expected = {n: g for n, g in gradients(inside).items() if not n.startswith("encoder.")}
+    assert compare(gradients(outside), expected) == []
+
+
+def test_a_frozen_encoder_stays_in_eval_without_gradient_whatever_the_model_does(folder: Path) -> None:
+    frozen = FrozenEncoder(make_encoder(folder), device=CPU, dtype=torch.bfloat16)
+    model = make_model(folder, trained_encoder=False)
+    model.train().requires_grad_(True)
+    row, _ = tiny.random_row(2, GEOMETRY, (1,))
+    features = frozen(row)
+    assert not any(module.training for module in frozen.encoder.modules())
+    assert not any(parameter.requires_grad for parameter in frozen.encoder.parameters())
+    assert not features.requires_grad
+    assert features.dtype is torch.bfloat16
+    assert not any(name.startswith("encoder") for name, _ in model.named_parameters())
+
+
+class _Overflowing(nn.Module):
+    """An encoder whose features are infinite for an image that starts with a white pixel, as fp16 ones become on some."""
+
+    def __init__(self, spec: EncoderSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        features = torch.ones(pixels.shape[0], 4, 32)
+        features[pixels[:, 0, 0, 0] == 255, 2, 7] = torch.inf
+        return features
+
+
+def white_corner(sample: LoadedSample, image: int) -> LoadedSample:
+    images = [array.copy() for array in sample.images]
+    for k, array in enumerate(images):
+        array[:, 0, 0] = 255 if k == image else 0
+    return replace(sample, images=tuple(images))
+
+
+def test_non_finite_features_are_named_by_sample_and_image_before_the_decoder(folder: Path) -> None:
+    stub: Any = _Overflowing(make_encoder(folder).spec)
+    frozen = FrozenEncoder(stub, device=CPU, dtype=torch.float32)
+    _, (first, second) = tiny.random_row(5, GEOMETRY, (1, 2))
+    with pytest.raises(DataError) as error:
+        frozen(build_row([white_corner(first, 9), white_corner(second, 1)], GEOMETRY))
+    assert "sample r5s1 image 1 (r5s1-1.png)" in str(error.value)
+    assert "r5s0" not in str(error.value)
+    assert "r5s1-0.png" not in str(error.value)
+    frozen(build_row([white_corner(first, 9), white_corner(second, 9)], GEOMETRY))
+
+
+@pytest.mark.parametrize("connector", ["mlp2x", "merge_mlp"])
+def test_planned_visual_tokens_are_those_that_the_network_makes(connector: str, folder: Path) -> None:
+    encoder = make_encoder(folder)
+    geometry = build_geometry(encoder.spec, connector, max_pixels=None)
+    model = make_model(folder, connector=connector)
+    row, _ = tiny.random_row(3, geometry, (1, 2))
+    plan = geometry.plan(640, 480)
+    assert row.slot_counts.tolist() == [plan.visual_tokens] * 3
+    assert encoder(row.pixels).shape[:2] == (3, plan.patches)
+    assert model.embed(row).shape == (row.input_ids.numel(), 48)
