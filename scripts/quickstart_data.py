@@ -1,0 +1,146 @@
+"""The data of the quick start: easy-vqa's pictures and questions as raw JSONL, and text-only conversations.
+
+Files made (LLaVA style; pictures are 64 x 64 PNG, one flat shape on a flat background):
+    align.jsonl       a caption of each training picture, made from its answers ("teal circle")
+    instruct.jsonl    one conversation about each training picture, several questions, mostly open ones
+    text_only.jsonl   short arithmetic and spelling from reasoning-gym
+    heldout.jsonl     one question about a test picture each, with "type": "open" or "yes/no"; in random order
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmds.errors import DataError
+
+COLOURS = frozenset("black blue brown gray green red teal yellow".split())
+SHAPES = frozenset("circle rectangle triangle".split())
+OPEN_TURNS, YES_NO_TURNS = 4, 2  # most questions of each type in one conversation
+TEXT_ONLY = 400  # conversations; about 9 % of the samples of stage 2
+SEED = 7
+
+QA = tuple[str, str]  # question, answer
+Record = dict[str, Any]
+
+
+def write_data(unpacked: Path, folder: Path) -> None:
+    """Fill `folder` with pictures and the four JSONL files."""
+    source = unpacked / "easy_vqa" / "data"
+    train, test = (read_questions(source / split / "questions.json") for split in ("train", "test"))
+    for split in ("train", "test"):
+        shutil.copytree(source / split / "images", folder / "images" / split)
+    _write(folder / "align.jsonl", captions(train))
+    _write(folder / "instruct.jsonl", conversations(train, random.Random(SEED)))
+    _write(folder / "text_only.jsonl", text_only(TEXT_ONLY))
+    _write(folder / "heldout.jsonl", heldout(test, random.Random(SEED)))
+
+
+def read_questions(path: Path) -> dict[int, list[QA]]:
+    """easy-vqa's [question, answer, picture] triples, by picture."""
+    by_picture: dict[int, list[QA]] = defaultdict(list)
+    for question, answer, picture in json.loads(path.read_text(encoding="utf-8")):
+        by_picture[picture].append((question, answer))
+    return dict(sorted(by_picture.items()))
+
+
+def truth(questions: Iterable[QA]) -> tuple[str | None, str | None]:
+    """(colour, shape) of a picture as far as its answers tell; a yes/no answer tells a word, or excludes it.
+
+    Raises DataError when they contradict each other.
+    """
+    held: set[str] = set()
+    excluded: set[str] = set()
+    for question, answer in questions:
+        words = set(re.findall("[a-z]+", question))
+        named = words & (COLOURS | SHAPES)
+        if answer in ("yes", "no"):
+            negated = bool(words & {"not", "no"})
+            (held if (answer == "yes") != negated else excluded).update(named)
+        else:
+            held |= named | {answer}
+    found: list[str | None] = []
+    for names in (COLOURS, SHAPES):
+        left = names - excluded
+        told = (held & names) or (left if len(left) == 1 else frozenset())
+        if len(told) > 1 or told & excluded:
+            raise DataError(f"easy-vqa: contradicting answers say {sorted(told)}")
+        found.append(next(iter(told), None))
+    return found[0], found[1]
+
+
+def captions(train: dict[int, list[QA]]) -> Iterable[Record]:
+    """One caption of each picture whose colour and shape are known (about 9 in 10)."""
+    for picture, questions in train.items():
+        colour, shape = truth(questions)
+        if colour and shape:
+            yield record(f"caption-{picture}", "train", picture, [("", f"{colour} {shape}")])
+
+
+def conversations(train: dict[int, list[QA]], dice: random.Random) -> Iterable[Record]:
+    """One conversation of each picture; open questions are rarer in easy-vqa than yes/no and go first into the choice."""
+    for picture, questions in train.items():
+        chosen = pick(questions, dice, open_turns=OPEN_TURNS, yes_no_turns=YES_NO_TURNS)
+        yield record(f"talk-{picture}", "train", picture, chosen)
+
+
+def pick(questions: Sequence[QA], dice: random.Random, *, open_turns: int, yes_no_turns: int) -> list[QA]:
+    """At most so many open and yes/no questions, in random order."""
+    by_type = {kind: [q for q in questions if question_type(q[1]) == kind] for kind in ("open", "yes/no")}
+    chosen: list[QA] = []
+    for kind, most in (("open", open_turns), ("yes/no", yes_no_turns)):
+        chosen += dice.sample(by_type[kind], min(most, len(by_type[kind])))
+    dice.shuffle(chosen)
+    return chosen
+
+
+def heldout(test: dict[int, list[QA]], dice: random.Random) -> Iterable[Record]:
+    """Every question about a test picture on its own, in random order: any first n are a fair sample."""
+    asked = [(picture, turn, qa) for picture, qas in test.items() for turn, qa in enumerate(qas)]
+    dice.shuffle(asked)
+    for picture, turn, qa in asked:
+        yield record(f"test-{picture}-{turn}", "test", picture, [qa]) | {"type": question_type(qa[1])}
+
+
+def text_only(count: int) -> Iterable[Record]:
+    """Short questions of reasoning-gym with short answers."""
+    import reasoning_gym
+
+    tasks = [
+        reasoning_gym.create_dataset("chain_sum", size=count, seed=SEED, max_terms=2, max_digits=2),
+        reasoning_gym.create_dataset("spell_backward", size=count, seed=SEED, max_word_len=6),
+    ]
+    for index in range(count):
+        item = tasks[index % len(tasks)][index // len(tasks)]
+        yield {"id": f"text-{index}", "conversations": turns([(item["question"], str(item["answer"]))])}
+
+
+def question_type(answer: str) -> str:
+    """ "yes/no" or "open"."""
+    return "yes/no" if answer in ("yes", "no") else "open"
+
+
+def record(key: str, split: str, picture: int, questions: Sequence[QA]) -> Record:
+    """A conversation about one picture, which comes first in the first turn."""
+    first = [("<image>" + (f"\n{questions[0][0]}" if questions[0][0] else ""), questions[0][1])]
+    image = f"images/{split}/{picture}.png"
+    return {"id": key, "image": image, "conversations": turns([*first, *questions[1:]])}
+
+
+def turns(questions: Sequence[QA]) -> list[dict[str, str]]:
+    """LLaVA's turns."""
+    return [
+        {"from": speaker, "value": text}
+        for question, answer in questions
+        for speaker, text in (("human", question), ("gpt", answer))
+    ]
+
+
+def _write(path: Path, records: Iterable[Record]) -> None:
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
