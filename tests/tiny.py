@@ -17,7 +17,8 @@ from mmds.config_types import EncoderSection
 from mmds.data.rows import IMAGE_MARKER, LoadedSample, Row, build_row
 from mmds.geometry import Geometry
 from mmds.model.connector import Connector
-from mmds.model.encoder import _tower, build_encoder
+from mmds.model.encoder import build_encoder
+from mmds.model.encoder_sources import build_tower
 from mmds.model.folder import Description
 
 CHATML = (
@@ -100,7 +101,7 @@ def write_encoder(
     config = {"model_cfg": {**model_cfg, "text_cfg": {}}, "preprocess_cfg": preprocess}
     (folder / "open_clip_config.json").write_text(json.dumps(config))
     torch.manual_seed(seed)
-    visual = _tower({"quick_gelu": False, **model_cfg})
+    visual = build_tower({"quick_gelu": False, **model_cfg})
     state = {f"visual.{name}": value.contiguous() for name, value in visual.state_dict().items()}
     save_file(state, folder / "open_clip_model.safetensors")
     return folder

@@ -12,7 +12,8 @@ from mmds.errors import ConfigError
 from mmds.geometry import Geometry
 from mmds.model.connector import Connector, connector_merge
 from mmds.model.decoder import Decoder, load_config, load_llm
-from mmds.model.encoder import RANDOM, Encoder, EncoderSpec, build_encoder, encoder_from_spec
+from mmds.model.encoder import Encoder, EncoderSpec, build_encoder, encoder_from_spec
+from mmds.model.encoder_sources import RANDOM
 from mmds.model.folder import Description, find_model_folder, load_part, read_description
 from mmds.model.qualify import qualify
 

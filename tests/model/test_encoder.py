@@ -17,11 +17,11 @@ from mmds.geometry import Geometry
 from mmds.model.encoder import (
     Encoder,
     EncoderSpec,
-    _tower,
     build_encoder,
     encoder_from_spec,
     unused_parameters,
 )
+from mmds.model.encoder_sources import build_tower
 from tests import tiny
 from tests.model.families import gap, gradients, worst
 
@@ -73,7 +73,7 @@ def build(path: Path, **section: Any) -> Encoder:
 
 def whole_tower(path: Path, cfg: dict[str, Any]) -> nn.Module:
     """The tower as open_clip makes it, nothing cut off, with the folder's weights, in eval mode."""
-    tower = _tower({"quick_gelu": False, **cfg})
+    tower = build_tower({"quick_gelu": False, **cfg})
     state = load_file(path / "open_clip_model.safetensors")
     tower.load_state_dict({name.removeprefix("visual."): value for name, value in state.items()})
     return tower.eval()
