@@ -22,7 +22,6 @@ from mmds.errors import DataError
 
 COLOURS = frozenset("black blue brown gray green red teal yellow".split())
 SHAPES = frozenset("circle rectangle triangle".split())
-OPEN_TURNS, YES_NO_TURNS = 4, 2  # most questions of each type in one conversation
 TEXT_ONLY = 400  # conversations; about 9 % of the samples of stage 2
 SEED = 7
 
@@ -80,23 +79,30 @@ def captions(train: dict[int, list[QA]]) -> Iterable[Record]:
     for picture, questions in train.items():
         colour, shape = truth(questions)
         if colour and shape:
-            yield record(f"caption-{picture}", "train", picture, [("", f"{colour} {shape}")])
+            yield record(f"caption-{picture}", "train", picture, [("", f"A {colour} {shape}.")])
 
 
 def conversations(train: dict[int, list[QA]], dice: random.Random) -> Iterable[Record]:
-    """One conversation of each picture; open questions are rarer in easy-vqa than yes/no and go first into the choice."""
+    """One conversation of each picture: its colour and its shape as far as they are asked for, every third with a yes or no."""
     for picture, questions in train.items():
-        chosen = pick(questions, dice, open_turns=OPEN_TURNS, yes_no_turns=YES_NO_TURNS)
-        yield record(f"talk-{picture}", "train", picture, chosen)
+        chosen = pick(questions, dice, yes_no=picture % 3 == 0)
+        if chosen:
+            yield record(f"talk-{picture}", "train", picture, chosen)
 
 
-def pick(questions: Sequence[QA], dice: random.Random, *, open_turns: int, yes_no_turns: int) -> list[QA]:
-    """At most so many open and yes/no questions, in random order."""
-    by_type = {kind: [q for q in questions if question_type(q[1]) == kind] for kind in ("open", "yes/no")}
+def pick(questions: Sequence[QA], dice: random.Random, *, yes_no: bool) -> list[QA]:
+    """At most one question for the colour, one for the shape, and last a yes/no one; no answer stands in an earlier turn.
+
+    A question such as "what color is the circle?" gives the shape away, so that a later turn could be answered without looking.
+    """
     chosen: list[QA] = []
-    for kind, most in (("open", open_turns), ("yes/no", yes_no_turns)):
-        chosen += dice.sample(by_type[kind], min(most, len(by_type[kind])))
-    dice.shuffle(chosen)
+    shuffled = dice.sample(questions, len(questions))
+    for names in dice.sample([COLOURS, SHAPES], 2):
+        said = " ".join(word for qa in chosen for word in qa)
+        fitting = [qa for qa in shuffled if qa[1] in names and qa[1] not in said]
+        chosen += fitting[:1]
+    if yes_no:
+        chosen += [qa for qa in shuffled if question_type(qa[1]) == "yes/no"][:1]
     return chosen
 
 

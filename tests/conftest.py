@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests import forks
 from tests.runs import Runs
+
+# Read when deepspeed is first imported: tests in this process use the CPU, as the ranks that they start do.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 @pytest.fixture(scope="session")

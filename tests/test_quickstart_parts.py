@@ -180,10 +180,23 @@ def test_every_record_is_a_conversation_that_shows_its_picture_first() -> None:
     assert sum("type" in r for r in records) == sum(map(len, QUESTIONS.values()))
 
 
-def test_open_questions_go_before_yes_no_ones() -> None:
-    many = [("what color is the shape?", "red")] * 3 + [("is there a red shape?", "yes")] * 9
-    chosen = data.pick(many, random.Random(0), open_turns=4, yes_no_turns=2)
-    assert sorted(answer for _, answer in chosen) == ["red"] * 3 + ["yes"] * 2
+def test_no_answer_of_a_conversation_can_be_read_off_an_earlier_turn() -> None:
+    asked = [
+        ("what color is the circle?", "red"),
+        ("what color is the shape?", "red"),
+        ("what shape is present?", "circle"),
+        ("what is the red shape?", "circle"),
+        ("is there a red shape?", "yes"),
+    ]
+    for seed in range(40):
+        chosen = data.pick(asked, random.Random(seed), yes_no=seed % 2 == 0)
+        openly = [qa for qa in chosen if qa[1] in ("red", "circle")]
+        assert 1 <= len(openly) <= 2
+        for turn, (_, answer) in enumerate(openly):
+            assert not any(answer in text for earlier in openly[:turn] for text in earlier)
+        assert [qa for qa in chosen if qa[1] == "yes"] == (chosen[-1:] if seed % 2 == 0 else [])
+    pairs = [data.pick(asked, random.Random(seed), yes_no=False) for seed in range(40)]
+    assert {len(pair) for pair in pairs} == {1, 2}
 
 
 def small_wheel(folder: Path) -> parts.Wheel:

@@ -26,7 +26,10 @@ class Case:
         return len(self.pictures[0])
 
 
-ALTERNATE = (((0, 0), (1, 2), (0,)), ((2, 0), (0,), (1, 1)))  # text-only rows: rank 0 in micro 0 and 2, rank 1 in micro 1
+ALTERNATE = (
+    ((0, 0), (1, 2), (0,)),
+    ((2, 0), (0,), (1, 1)),
+)  # text-only rows: rank 0 in micro 0 and 2, rank 1 in micro 1
 ALL_TEXT = (((0, 0),), ((0,),))
 CASES = {
     "align": Case("align", ALTERNATE),

@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 from mmds.data.rows import IMAGE_MARKER, LoadedSample
 
 
-def stock_nll(llm: nn.Module, visual: nn.Module, connector: nn.Module, sample: LoadedSample, *, layer: int, mean, std) -> Tensor:
+def stock_nll(
+    llm: nn.Module, visual: nn.Module, connector: nn.Module, sample: LoadedSample, *, layer: int, mean, std
+) -> Tensor:
     """Sum of NLL of one sample: embeddings joined piece by piece with torch.cat, stock transformers forward, cross_entropy."""
     embed = llm.get_input_embeddings()
     pieces, labels, start = [], [], 0
@@ -21,8 +23,12 @@ def stock_nll(llm: nn.Module, visual: nn.Module, connector: nn.Module, sample: L
     places = [i for i, token in enumerate(sample.ids) if token == IMAGE_MARKER]
     for picture, place in zip(sample.images, places, strict=True):
         pieces.append(embed(ids[start:place]))
-        labels += [int(t) if s else -100 for t, s in zip(ids[start:place], supervised[start:place], strict=True)]
-        pixels = (torch.from_numpy(picture)[None].float() / 255 - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1)
+        labels += [
+            int(t) if s else -100 for t, s in zip(ids[start:place], supervised[start:place], strict=True)
+        ]
+        pixels = (torch.from_numpy(picture)[None].float() / 255 - mean.view(1, 3, 1, 1)) / std.view(
+            1, 3, 1, 1
+        )
         tokens = visual._embeds(pixels)
         for block in visual.transformer.resblocks[: layer + 1]:
             tokens = block(tokens)
@@ -38,7 +44,9 @@ def stock_nll(llm: nn.Module, visual: nn.Module, connector: nn.Module, sample: L
 
 def stock_llm(folder: str) -> nn.Module:
     """The decoder through transformers alone, eager, fp32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).train()
 
 
 def compare(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:

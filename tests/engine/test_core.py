@@ -301,7 +301,7 @@ def test_weights_after_some_steps_are_those_of_torchs_own_clipped_adamw(parts: A
         for group, rate in zip(optimizer.param_groups, (3e-4, 3e-4, 2e-5, 2e-5), strict=True):
             group["lr"] = rate * rate_factor(step, total=4, warmup=2, decay="cosine")
         optimizer.step()
-        assert report.loss == pytest.approx(float(loss), rel=1e-5)
+        assert report.loss == pytest.approx(loss.item(), rel=1e-5)
         assert report.grad_norm == pytest.approx(float(norm), rel=1e-4)
     ours = weights(engine)
     assert set(ours) == set(start)

@@ -42,7 +42,9 @@ def main(work: Path) -> None:
             step()
 
         engine.ds.step = spying_step
-        report = engine.step([rows_of(case, geometry, ranks.rank, micro)[0] for micro in range(case.accumulation)])
+        report = engine.step(
+            [rows_of(case, geometry, ranks.rank, micro)[0] for micro in range(case.accumulation)]
+        )
         after = {n: v.detach().clone() for n, v in whole_tensors(engine.model)}
         if ranks.first:
             changed = [n for n in after if not torch.equal(after[n], before[n])]
