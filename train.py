@@ -19,10 +19,10 @@ from mmds.data.mixture import ensure_mixture, open_mixture, plan_run
 from mmds.dry_run import dry_run
 from mmds.engine import Engine
 from mmds.engine.assemble import assemble
-from mmds.engine.launch import launched_world, start_ranks, stop_ranks
+from mmds.engine.launch import launched_rank, launched_world, start_ranks, stop_ranks
 from mmds.errors import MmdsError
 from mmds.model.build import build_geometry, build_light, find_source
-from mmds.model.decoder import load_tokenizer
+from mmds.model.decoder import fetch, load_tokenizer
 from mmds.monitor import RunFolder
 from mmds.stages import check_text_share
 
@@ -59,15 +59,19 @@ def main(args: argparse.Namespace) -> None:
     if args.dry_run:
         dry_run(config, source, launched_world())
         return
+    fetch(source.decoder_name)  # from the hub, once a machine
     tokenizer = ChatTokenizer(load_tokenizer(source.decoder_name))
-    ensure_mixture(config.data, tokenizer, progress=True)  # raw files, once, before ranks wait for each other
+    ensure_mixture(
+        config.data, tokenizer, progress=launched_rank() == 0
+    )  # raw files, before ranks wait for each other
 
     with contextlib.ExitStack() as at_end:
         ranks = start_ranks()
         at_end.callback(stop_ranks)
         with ranks.together("opening the run folder"):
-            run = RunFolder(Path(config.output_dir), ranks, config.resolved)
+            run = RunFolder(Path(config.output_dir), ranks)
             at_end.callback(run.close)
+            export.check_target(run.path / "model")
 
         with ranks.together("building the encoder and the plan"):
             encoder, connector = build_light(source, seed=config.seed)
@@ -75,20 +79,18 @@ def main(args: argparse.Namespace) -> None:
             mixture = open_mixture(config.data, tokenizer.fingerprint)
             check_text_share(mixture.text_only_share, config.stage)
             plan = plan_run(config, mixture, geometry, rows=rows)
-            run.write_json("plan.json", monitor.plan_summary(plan, mixture.text_only_share))
 
         engine = assemble(config, source, encoder, connector, ranks, total_steps=plan.total_steps)
-        with ranks.together("describing the parts"):
+        state = checkpoint.RunState.of(engine, plan.fingerprint)
+        found = checkpoint.resume(engine, run.path / "checkpoints", state, args.resume)
+        with ranks.together("describing the run"):
+            summary = monitor.plan_summary(plan, mixture.text_only_share)
+            run.begin(
+                engine.step_index, config.resolved, summary, resumed=str(found), clipping=config.clipping
+            )
             export.write_parts(run.path, engine, encoder.spec, tokenizer.hf, config)
 
-        run.event(
-            "start", ranks=ranks.world, steps=plan.total_steps, clipping=config.clipping, bf16=config.bf16
-        )
-
-        state = checkpoint.RunState.of(engine, plan.fingerprint)
-        checkpoint.resume(engine, run.path / "checkpoints", state, args.resume)
-        run.forget_after(engine.step_index)
-        stop = min(plan.total_steps, args.max_steps or plan.total_steps)
+        stop = plan.total_steps if args.max_steps is None else min(plan.total_steps, args.max_steps)
         steps = StepLoader(
             mixture,
             plan,

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,7 @@ def save(engine: Engine, folder: Path, state: RunState, *, keep: int) -> Path:
     with engine.ranks.together("saving a checkpoint"):
         if engine.ranks.first:
             _write_json(hidden / STATE, {**state.__dict__, "frozen": dict(state.frozen)})
+            _sync(hidden)  # before the manifest: what it lists is on disk when it appears
             _write_json(hidden / MANIFEST, {"files": _sizes(hidden)})
             _sync(hidden)
             _give_name(hidden, final)
@@ -127,7 +128,7 @@ def find(folder: Path, resume: str) -> Path | None:
         path = Path(resume)
         faults = _faults(path)
         if faults:
-            raise CheckpointError(f"--resume {path}: not a complete checkpoint: {faults}")
+            raise CheckpointError(f"{path} is not a complete checkpoint: {faults}")
         return path
     found = complete(folder)
     if found:
@@ -185,9 +186,10 @@ def trainable_fingerprint(engine: Engine) -> str:
     return hashlib.sha256(json.dumps(engine.trained).encode()).hexdigest()
 
 
-def resume(engine: Engine, folder: Path, state: RunState, how: str) -> None:
-    """Bring the engine to where `--resume how` asks; every rank calls it.
+def resume(engine: Engine, folder: Path, state: RunState, how: str) -> Path | None:
+    """Bring the engine to where `--resume how` asks; every rank calls it. Returns the checkpoint it goes on from, or None.
 
+    Going back to an older checkpoint of this folder sets the later ones aside, so that `auto` will not prefer them.
     Raises CheckpointError when there is something to resume that cannot be: nothing starts over in silence.
     """
     with engine.ranks.together("tidying checkpoints"):
@@ -196,8 +198,13 @@ def resume(engine: Engine, folder: Path, state: RunState, how: str) -> None:
         found = find(folder, how)
     if found is not None:
         load(engine, found, state)
-    elif how == "never":
-        start_over(folder, engine.ranks)
+    with engine.ranks.together("setting later checkpoints aside"):
+        if how == "never":
+            set_aside(folder, _steps(folder), engine.ranks)
+        elif found is not None and found.resolve().parent == folder.resolve():
+            later = [path for path in _steps(folder) if path.name > found.name]
+            set_aside(folder, later, engine.ranks)
+    return found
 
 
 def clean(folder: Path, ranks: Ranks) -> None:
@@ -212,13 +219,17 @@ def clean(folder: Path, ranks: Ranks) -> None:
             shutil.rmtree(replaced)
 
 
-def start_over(folder: Path, ranks: Ranks) -> None:
-    """Set old checkpoints aside (`checkpoints.old-1`, ...) for a run that begins again in the same output folder."""
-    if ranks.first and _steps(folder):
-        count = 1
-        while (aside := folder.with_name(f"{folder.name}.old-{count}")).exists():
-            count += 1
-        folder.rename(aside)
+def set_aside(folder: Path, checkpoints: Sequence[Path], ranks: Ranks) -> None:
+    """Move checkpoints to `checkpoints.old-1` (or the next free number) beside their folder, on rank 0."""
+    if not ranks.first or not checkpoints:
+        return
+    count = 1
+    while (aside := folder.with_name(f"{folder.name}.old-{count}")).exists():
+        count += 1
+    aside.mkdir()
+    for checkpoint in checkpoints:
+        checkpoint.rename(aside / checkpoint.name)
+    (folder / LATEST).unlink(missing_ok=True)
 
 
 def _give_name(hidden: Path, final: Path) -> None:

@@ -20,7 +20,14 @@ from mmds.engine import Engine
 from mmds.engine.zero import checkpoint_tensors, whole_tensors
 from mmds.errors import CheckpointError
 from mmds.model.encoder import EncoderSpec
-from mmds.model.folder import Description, read_description, stored_names, write_readme, write_weights
+from mmds.model.folder import (
+    DESCRIPTION,
+    Description,
+    read_description,
+    stored_names,
+    write_readme,
+    write_weights,
+)
 
 PARTS = "parts"
 
@@ -54,14 +61,26 @@ def write_parts(run: Path, engine: Engine, encoder: EncoderSpec, tokenizer: Any,
 def write_model(engine: Engine, run: Path, target: Path) -> None:
     """Write the model folder of the engine's present weights to `target`; every rank calls it, rank 0 writes.
 
-    The folder appears whole, under its name, or not at all.
+    The folder appears whole, under its name, or not at all; a failure of rank 0 is raised on every rank.
     """
-    tensors = whole_tensors(engine.model)
-    if not engine.ranks.first:
-        for _ in tensors:  # gathering is collective
-            pass
-        return
-    _assemble(run / PARTS, tensors, target, dtype=None)
+    with engine.ranks.together("writing the model folder"):
+        tensors = whole_tensors(engine.model)
+        try:
+            if engine.ranks.first:
+                _assemble(run / PARTS, tensors, target, dtype=None)
+        finally:
+            for (
+                _
+            ) in tensors:  # gathering is collective: every rank goes to the end, whatever happens on rank 0
+                pass
+
+
+def check_target(target: Path) -> None:
+    """Raise CheckpointError when something that is no model folder stands where one is to be written."""
+    if target.exists() and not (
+        target.is_dir() and (not any(target.iterdir()) or (target / DESCRIPTION).is_file())
+    ):
+        raise CheckpointError(f"{target} exists and is not a model folder; move it, or name another folder")
 
 
 def consolidate(run: Path, tag: str, target: Path, *, dtype: torch.dtype | None = None) -> None:
@@ -78,9 +97,7 @@ def consolidate(run: Path, tag: str, target: Path, *, dtype: torch.dtype | None 
 def _assemble(
     parts: Path, tensors: Iterable[tuple[str, Tensor]], target: Path, *, dtype: torch.dtype | None
 ) -> None:
-    if target.exists() and any(target.iterdir()):
-        if not (target / "mmds.json").is_file():
-            raise CheckpointError(f"{target} exists and is not a model folder; name another folder")
+    check_target(target)
     building = target.with_name(target.name + ".tmp")
     shutil.rmtree(building, ignore_errors=True)
     shutil.copytree(parts, building)

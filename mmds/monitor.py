@@ -34,19 +34,28 @@ log = logging.getLogger("mmds")
 class RunFolder:
     """The output folder of one run, held by a lock while the run lives."""
 
-    def __init__(self, path: Path, ranks: Ranks, config: Mapping[str, Any]) -> None:
-        """Create the folder, take its lock, write config.json and a line of starts.jsonl, open the logs.
+    def __init__(self, path: Path, ranks: Ranks) -> None:
+        """Create the folder, take its lock, open the logs and note the start; nothing that is there is changed.
 
-        Raises OSError when it cannot be written and CheckpointError when another live run holds it.
+        Raises CheckpointError when it cannot be written, or when another live run holds it.
         """
         self.path, self.ranks = path, ranks
-        (path / "logs").mkdir(parents=True, exist_ok=True)
-        self._open_logs()
         self._stop = threading.Event()
-        if ranks.first:
-            self._lock()
-            (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            self._append("starts.jsonl", _start_line(ranks))
+        try:
+            (path / "logs").mkdir(parents=True, exist_ok=True)
+            self._open_logs()
+            if ranks.first:
+                self._lock()
+                self._append("starts.jsonl", _start_line(ranks))
+        except OSError as error:
+            raise CheckpointError(f"mmds.output_dir {path} cannot be written: {error}") from error
+
+    def begin(self, step: int, config: Mapping[str, Any], plan: Mapping[str, Any], **facts: Any) -> None:
+        """The run is accepted and goes on from `step`: write config.json and plan.json, drop later lines of metrics.jsonl."""
+        self.forget_after(step)
+        self.write_json("config.json", config)
+        self.write_json("plan.json", plan)
+        self.event("start", step=step, ranks=self.ranks.world, **facts)
 
     def close(self) -> None:
         """Give the lock back."""

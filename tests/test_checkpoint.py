@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mmds.checkpoint import RunState, clean, complete, find, load, read_state, save, start_over
+from mmds.checkpoint import RunState, clean, complete, find, load, read_state, save, set_aside
 from mmds.engine import Engine, Ranks
 from mmds.errors import CheckpointError
 
@@ -214,11 +214,11 @@ def test_starting_over_sets_old_checkpoints_aside_each_time(tmp_path: Path) -> N
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
         saved(folder, step)
-        start_over(folder, LONE)
+        set_aside(folder, complete(folder), LONE)
     assert (tmp_path / "checkpoints.old-1/step-00000001").is_dir()
     assert (tmp_path / "checkpoints.old-2/step-00000002").is_dir()
     assert find(folder, "auto") is None
-    start_over(folder, LONE)  # nothing to set aside
+    set_aside(folder, complete(folder), LONE)  # nothing to set aside
     assert not (tmp_path / "checkpoints.old-3").exists()
 
 

@@ -22,9 +22,9 @@ LAST = f"step-{STEPS:08d}"
 
 
 def test_rank_0_alone_cannot_write_and_every_rank_says_so(runs: Runs) -> None:
-    (runs.work / "unwritable/config.json").mkdir(parents=True)
+    (runs.work / "unwritable/starts.jsonl").mkdir(parents=True)
     ended = runs.fails(runs.config("unwritable"))
-    assert all("Is a directory" in output and "config.json" in output for output in ended.outputs)
+    assert all("Is a directory" in output and "starts.jsonl" in output for output in ended.outputs)
     assert "opening the run folder failed on rank 0" in ended.outputs[1]
 
 

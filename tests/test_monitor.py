@@ -88,7 +88,7 @@ def other_process() -> Iterator[int]:
 
 
 def opened(path: Path, ranks: Ranks = FIRST) -> RunFolder:
-    return RunFolder(path, ranks, {"train_batch_size": 4})
+    return RunFolder(path, ranks)
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ def test_the_heart_beats_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_folder_below_a_file_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(CheckpointError, match="file/run cannot be written"):
         opened(tmp_path / "file" / "run")
 
 
@@ -192,14 +192,28 @@ def test_rank_0_alone_writes_and_every_rank_has_a_log_of_its_own(tmp_path: Path)
     ]
 
 
-def test_a_start_leaves_the_config_and_adds_a_line_with_command_versions_and_ranks(tmp_path: Path) -> None:
+def test_a_start_adds_a_line_with_command_versions_and_ranks_and_changes_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("of the run before")
     for _ in range(2):
         opened(tmp_path).close()
     first, second = lines(tmp_path / "starts.jsonl")
-    assert json.loads((tmp_path / "config.json").read_text()) == {"train_batch_size": 4}
+    assert (tmp_path / "config.json").read_text() == "of the run before"
     assert first["ranks"] == 2 and first["command"] == sys.argv and first["host"] == socket.gethostname()
     assert first["versions"]["torch"] == torch.__version__.split("+")[0]
     assert second["time"] >= first["time"]
+
+
+def test_an_accepted_start_writes_config_and_plan_and_says_where_it_goes_on(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    for step in (1, 2, 3):
+        run.metrics({"step": step})
+    run.begin(2, {"train_batch_size": 4}, {"samples": 9}, resumed="step-2")
+    run.close()
+    assert json.loads((tmp_path / "config.json").read_text()) == {"train_batch_size": 4}
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"samples": 9}
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    (event,) = lines(tmp_path / "events.jsonl")
+    assert (event["event"], event["step"], event["resumed"]) == ("start", 2, "step-2")
 
 
 def test_events_go_to_their_file_and_to_the_logs(tmp_path: Path) -> None:

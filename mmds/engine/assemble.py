@@ -45,7 +45,8 @@ def assemble(
         output_dir=Path(config.output_dir),
         device=ranks.device,
     )
-    with contextlib.nullcontext() if is_random(source) else partitioned_loading(ds_config):
+    loading = contextlib.nullcontext() if is_random(source) else partitioned_loading(ds_config)
+    with ranks.together(f"loading the decoder {source.decoder_name}"), loading:
         decoder = build_decoder(source, dtype=dtype, seed=config.seed)
     for part in (encoder, connector):
         part.to(dtype)  # DeepSpeed casts nothing once the decoder has arrived in partitions

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from mmds.data.rows import Row, to_device
 from mmds.engine.launch import Ranks
 from mmds.engine.zero import full_shape
-from mmds.errors import CheckpointError
+from mmds.errors import CheckpointError, ConfigError
 from mmds.model.mllm import FrozenEncoder, Mllm
 
 
@@ -163,6 +163,8 @@ def parameter_groups(
         if rate is not None:
             decay = weight_decay if len(full_shape(parameter)) > 1 else 0.0
             groups.setdefault((name.split(".")[0], rate, decay), []).append(parameter)
+    if not groups:
+        raise ConfigError("mmds.stage.rates: nothing trains; give some pattern a rate")
     counted: dict[str, int] = {}
     result = []
     for (part, rate, decay), parameters in groups.items():

@@ -13,6 +13,7 @@ from typing import Any
 
 import open_clip
 import torch
+from open_clip.model import _build_vision_tower
 from safetensors.torch import load_file
 from torch import nn
 
