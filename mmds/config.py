@@ -19,6 +19,7 @@ from mmds.config_types import (
     MixEntry,
     MmdsSection,
     ModelSection,
+    RecomputeSection,
     ScheduleSection,
     StageSection,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "EncoderSection",
     "MixEntry",
     "ModelSection",
+    "RecomputeSection",
     "ScheduleSection",
     "StageSection",
     "load_config",
@@ -68,6 +70,9 @@ class Config:
     model: ModelSection | None  # None only with init_from
     data: DataSection
     schedule: ScheduleSection
+    weighting: str  # "token", "sample" or "sqrt"
+    recompute: RecomputeSection | None  # None: nothing is recomputed
+    stop_after_skipped: int
     checkpoint: CheckpointSection
     resolved: dict[
         str, Any
@@ -94,9 +99,14 @@ class Config:
         return bool(self.deepspeed.get("bf16", {}).get("enabled", False))
 
     @property
-    def recompute(self) -> bool:
-        """Activation checkpointing of every block that back-propagates; the section's presence is on."""
-        return "activation_checkpointing" in self.deepspeed
+    def zero_stage(self) -> int:
+        """DeepSpeed's ZeRO stage, 0 to 3."""
+        return int(self.deepspeed["zero_optimization"].get("stage", 0))
+
+    @property
+    def deepspeed_recomputes(self) -> bool:
+        """True: blocks are recomputed by DeepSpeed's checkpoint function, which alone honours the keys that the section sets."""
+        return any(self.deepspeed.get("activation_checkpointing", {}).values())
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -115,6 +125,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     _check_together(section, document.blame)
     _check_stage(section.stage, document)
     check_deepspeed(deepspeed, document.blame)
+    if section.recompute is not None and "activation_checkpointing" not in deepspeed:
+        path: KeyPath = ("mmds", "recompute")
+        raise document.blame(
+            path,
+            'acts only together with activation checkpointing: add "activation_checkpointing": {} at the top level',
+        )
     _check_batch(deepspeed, document.blame)
     for outer, inner in _DEEPSPEED_PATHS:
         if inner in deepspeed.get(outer, {}):
@@ -131,6 +147,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         model=section.model,
         data=section.data,
         schedule=section.schedule,
+        weighting=section.weighting,
+        recompute=(section.recompute or RecomputeSection())
+        if "activation_checkpointing" in deepspeed
+        else None,
+        stop_after_skipped=section.stop_after_skipped,
         checkpoint=section.checkpoint,
         resolved=resolved,
     )

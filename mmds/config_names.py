@@ -8,13 +8,7 @@ from collections.abc import Collection, Mapping
 from mmds.jsonc import KeyPath, dotted
 
 # Documented keys of "mmds" that this version does not have.
-NOT_YET = {
-    "mmds.stage.lora",
-    "mmds.data.holdout",
-    "mmds.data.mix.weight",
-    "mmds.eval",
-    "mmds.recompute",
-}
+NOT_YET = {"mmds.stage.lora", "mmds.data.holdout", "mmds.data.mix.weight", "mmds.eval"}
 
 _ROW = "mmds.data.row_tokens (tokens a row)"
 _PIXELS = "mmds.data.max_pixels (height x width)"

@@ -161,6 +161,23 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecomputeSection:
+    """Which blocks recompute their activations in the backward pass, once `activation_checkpointing` is present."""
+
+    encoder: int = field(
+        default=1,
+        metadata=about("every n-th block of the encoder, counted from the first; 0 = none", least=0),
+    )
+    connector: int = field(
+        default=1, metadata=about("1 = the connector, which is one block; 0 = not", least=0, most=1)
+    )
+    decoder: int = field(
+        default=1,
+        metadata=about("every n-th block of the decoder, counted from the first; 0 = none", least=0),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MmdsSection:
     """The whole `"mmds"` object."""
 
@@ -176,4 +193,18 @@ class MmdsSection:
     model: ModelSection | None = field(default=None, metadata=about("may be absent with init_from"))
     data: DataSection = field(metadata=about("what is read"))
     schedule: ScheduleSection = field(metadata=about("how long"))
+    weighting: Literal["token", "sample", "sqrt"] = field(
+        default="token",
+        metadata=about(
+            "weight of a sample with n supervised tokens in the loss: n, 1, or the square root of n"
+        ),
+    )
+    recompute: RecomputeSection | None = field(
+        default=None,
+        metadata=about("blocks that activation_checkpointing acts on; null = all that back-propagate"),
+    )
+    stop_after_skipped: int = field(
+        default=5,
+        metadata=about("steps in a row without an update (non-finite gradient) that end the run", least=1),
+    )
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection, metadata=about("when to save"))

@@ -16,6 +16,7 @@ class Value:
 
     kind: str
     least: float | None = None
+    most: float | None = None
     choices: tuple[str, ...] = ()
 
 
@@ -73,7 +74,14 @@ _REMOVED = Refused("DeepSpeed has removed this feature: take the key out")
 _BF16 = Refused('the owner of precision is "bf16": {"enabled": true}; without it the run is fp32')
 _ORDER = Refused("the order of samples belongs to mmds.data and its plan: take the key out")
 _MEAN = "mmds divides the loss by the supervised tokens of the step itself"
-_PRESENCE = "it has no effect here; the presence of the section turns recomputation on"
+_PARTITION = (
+    "it needs tensor parallelism, which mmds does not have; the section's presence turns recomputation on"
+)
+
+_NVME = Refused(
+    "belongs to offloading that is not yet supported (states go to the CPU's memory): take the key out"
+)
+_SKIP = "a step with a non-finite gradient is always skipped, counted and named"
 
 _ADAM_PARAMS: Mapping[str, Rule] = {
     "betas": Pair(),
@@ -85,7 +93,25 @@ _ADAM_PARAMS: Mapping[str, Rule] = {
 }
 
 _ZERO: Mapping[str, Rule] = {
-    **_each(_LATER, "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param", "zenflow"),
+    "stage": Value("integer", least=0, most=3),
+    "offload_optimizer": Model(
+        "deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadOptimizerConfig",
+        {
+            "device": Value("string", choices=("none", "cpu")),
+            "ratio": Only(1.0, "a part of the states on the GPU is not yet supported"),
+            **_each(
+                _NVME,
+                "nvme_path",
+                "buffer_count",
+                "pipeline_read",
+                "pipeline_write",
+                "fast_init",
+                "super_offload",
+                "cpuadam_cores_perc",
+            ),
+        },
+    ),
+    **_each(_LATER, "offload_param", "cpu_offload", "cpu_offload_param", "zenflow"),
     **_each(_LATER, "cpu_offload_use_pin_memory", "leaf_module", "elastic_checkpoint"),
     **_each(
         _OFF, "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"
@@ -120,11 +146,14 @@ TOP_LEVEL: Mapping[str, Rule] = {
     # Precision and memory.
     "bf16": Model(
         "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
-        _each(
-            Only(False, "masters and states are fp32"),
-            "bf16_master_weights_and_grads",
-            "bf16_optimizer_states",
-        ),
+        {
+            **_each(
+                Only(False, "masters and states are fp32"),
+                "bf16_master_weights_and_grads",
+                "bf16_optimizer_states",
+            ),
+            "check_grad_overflow": Only(True, _SKIP),
+        },
     ),
     "data_types": Section(
         {
@@ -135,11 +164,10 @@ TOP_LEVEL: Mapping[str, Rule] = {
     "zero_optimization": Model("deepspeed.runtime.zero.config:DeepSpeedZeroConfig", _ZERO),
     "activation_checkpointing": Section(
         {
-            **_each(Only(False, _PRESENCE), "partition_activations", "cpu_checkpointing", "profile"),
-            **_each(
-                Only(False, _PRESENCE), "contiguous_memory_optimization", "synchronize_checkpoint_boundary"
-            ),
-            "number_checkpoints": Refused(_PRESENCE),
+            # True for one of these asks for DeepSpeed's checkpoint function instead of torch's.
+            **_each(_BOOL, "cpu_checkpointing", "synchronize_checkpoint_boundary", "profile"),
+            **_each(Only(False, _PARTITION), "partition_activations", "contiguous_memory_optimization"),
+            "number_checkpoints": Refused(_PARTITION),
         }
     ),
     # Reports.
@@ -172,7 +200,8 @@ TOP_LEVEL: Mapping[str, Rule] = {
     **_each(_LATER, "compile", "tensor_parallel", "expert_parallel", "pipeline", "hybrid_engine", "aio"),
     **_each(_LATER, "autotuning", "datastates_ckpt", "weight_quantization", "vocabulary_size"),
     **_each(_LATER, "sequence_parallel_size", "data_parallel_size", "seq_parallel_communication_data_type"),
-    **_each(_LATER, "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    "zero_allow_untested_optimizer": _LATER,
+    "zero_force_ds_cpu_optimizer": _BOOL,
     **_each(_OFF, "use_data_before_expert_parallelism", "disable_allgather"),
     **_each(
         _REMOVED, "nebula", "compression_training", "quantize_training", "sparse_gradients", "eigenvalue"

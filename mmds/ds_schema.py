@@ -22,15 +22,28 @@ def check_deepspeed(section: Mapping[str, Any], where: Blame) -> None:
     """Check DeepSpeed's keys (the file without "mmds") at every depth; imports deepspeed.
 
     `where(key path, problem)` makes the error. Raises ConfigError for an unknown or refused key, a wrong type
-    or value, "auto", and a ZeRO stage other than 3.
+    or value, "auto", and a combination that DeepSpeed cannot run.
     """
     _check_keys(section, TOP_LEVEL, (), where)
+    _check_zero(section, where)
+
+
+def _check_zero(section: Mapping[str, Any], where: Blame) -> None:
+    """Combinations that DeepSpeed asserts on, or ignores (seen on 0.19.8)."""
     zero = section.get("zero_optimization")
-    if zero is None:
-        raise where(("zero_optimization",), 'missing: write "zero_optimization": {"stage": 3}')
-    if zero.get("stage", 0) != 3:
+    if zero is None or "stage" not in zero:
+        path: KeyPath = ("zero_optimization",) if zero is None else ("zero_optimization", "stage")
+        raise where(path, 'missing: write "zero_optimization": {"stage": 3} (0 to 3; 0 = no partitioning)')
+    stage = zero["stage"]
+    if stage < 2 and zero.get("overlap_comm"):
+        path = ("zero_optimization", "overlap_comm")
+        raise where(path, f"true has no effect at ZeRO-{stage}: take the key out, or use ZeRO-2 or ZeRO-3")
+    if stage == 0 and section.get("bf16", {}).get("enabled"):
         path = ("zero_optimization", "stage")
-        raise where(path, f"ZeRO stage {zero.get('stage', 0)} is not yet supported: write 3")
+        raise where(path, "DeepSpeed has no bf16 with fp32 gradient accumulation at ZeRO-0: write 1")
+    if stage == 0 and zero.get("offload_optimizer", {}).get("device", "none") != "none":
+        path = ("zero_optimization", "offload_optimizer")
+        raise where(path, "ZeRO-0 has no optimizer states to offload: use ZeRO-1, 2 or 3")
 
 
 def _check_keys(section: Mapping[str, Any], keys: Mapping[str, Rule], path: KeyPath, where: Blame) -> None:
@@ -82,6 +95,8 @@ def _check_value(value: Any, rule: Value, path: KeyPath, where: Blame) -> None:
         )
     if rule.least is not None and value < rule.least:
         raise where(path, f"expected at least {rule.least}, got {show(value)}")
+    if rule.most is not None and value > rule.most:
+        raise where(path, f"expected at most {rule.most}, got {show(value)}")
 
 
 def _check_model(
