@@ -20,9 +20,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from mmds.config import Config
 from mmds.data.rows import Row
 from mmds.engine import Engine, Ranks, StepReport
-from mmds.errors import CheckpointError
+from mmds.errors import CheckpointError, DataError
 from mmds.planner import RunPlan
 
 BEAT_S = 10.0
@@ -133,6 +134,7 @@ def step_metrics(report: StepReport, *, seconds: float, row_capacity: int) -> di
     return {
         "step": report.step,
         "loss": report.loss,
+        "token_nll": report.token_nll,
         "grad_norm": report.grad_norm,
         "rates": report.rates,
         "tokens": {
@@ -151,13 +153,14 @@ def step_metrics(report: StepReport, *, seconds: float, row_capacity: int) -> di
 
 
 def record(
-    run: RunFolder, engine: Engine, report: StepReport, rows: Sequence[Row], seconds: float, row_tokens: int
+    run: RunFolder, engine: Engine, report: StepReport, rows: Sequence[Row], seconds: float, config: Config
 ) -> dict[str, Any]:
     """Write a finished step everywhere: metrics.jsonl, TensorBoard, and what went wrong in it. Every rank calls it.
 
-    rows: this rank's; seconds: wall time of the step; row_tokens: capacity of a row. Returns the line of metrics.jsonl.
+    rows: this rank's; seconds: wall time of the step. Returns the line of metrics.jsonl. Raises DataError on every rank, once that
+    is written, after `stop_after_skipped` steps in a row without an update.
     """
-    line = step_metrics(report, seconds=seconds, row_capacity=engine.rows_per_step * row_tokens)
+    line = step_metrics(report, seconds=seconds, row_capacity=engine.rows_per_step * config.data.row_tokens)
     run.metrics(line)
     engine.write_events(scalars(line), report.step)
     if report.bad:
@@ -167,8 +170,18 @@ def record(
         run.event("bad_samples", step=report.step, count=report.bad)
     if not report.applied:
         run.event(
-            "update_skipped", step=report.step, reason="non-finite gradient", in_all=report.skipped_steps
+            "update_skipped",
+            step=report.step,
+            reason="non-finite gradient",
+            in_all=report.skipped_steps,
+            samples=list(report.suspects),
         )
+        if report.skipped_in_a_row >= config.stop_after_skipped:
+            raise DataError(
+                f"step {report.step}: {report.skipped_in_a_row} steps in a row gave a non-finite gradient and no update "
+                f"(mmds.stop_after_skipped); the samples of the last one: {', '.join(report.suspects[:8])}"
+                f"{', ...' if len(report.suspects) > 8 else ''}. Look at them with the dry run, lower the rates, or train in fp32 or bf16"
+            )
     return line
 
 
@@ -183,6 +196,7 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The same line as TensorBoard scalars by tag."""
     flat = {
         "train/loss": metrics["loss"],
+        "train/token_nll": metrics["token_nll"],
         "train/grad_norm": metrics["grad_norm"],
         "train/skipped_steps": metrics["skipped_steps"],
     }

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -19,9 +20,10 @@ import pytest
 import torch
 
 from mmds import monitor
+from mmds.config import Config
 from mmds.data.rows import filler_row
 from mmds.engine import Engine, Ranks, StepReport
-from mmds.errors import CheckpointError
+from mmds.errors import CheckpointError, DataError
 from mmds.geometry import Geometry
 from mmds.monitor import RunFolder, plan_summary, record, scalars, step_metrics
 from mmds.planner import RunPlan
@@ -31,6 +33,7 @@ CPU = torch.device("cpu")
 REPORT = StepReport(
     step=3,
     loss=2.5,
+    token_nll=2.25,
     grad_norm=0.75,
     rates={"connector": 1e-3, "decoder": 2e-5},
     real=600,
@@ -41,6 +44,8 @@ REPORT = StepReport(
     bad=0,
     applied=True,
     skipped_steps=0,
+    skipped_in_a_row=0,
+    suspects=(),
 )
 GEOMETRY = Geometry(mode="fixed", image_size=28, patch_size=14, merge=1)
 
@@ -54,6 +59,12 @@ class PlainRanks(Ranks):
 
 FIRST = PlainRanks(rank=0, world=2, local_rank=0, device=CPU)
 SECOND = PlainRanks(rank=1, world=2, local_rank=1, device=CPU)
+
+
+def config(*, stop_after_skipped: int = 5) -> Config:
+    """What `record` asks of a config."""
+    asked = SimpleNamespace(data=SimpleNamespace(row_tokens=200), stop_after_skipped=stop_after_skipped)
+    return cast(Config, asked)
 
 
 class Curves:
@@ -267,6 +278,7 @@ def test_every_number_of_a_line_is_a_scalar_under_one_tag() -> None:
     flat = scalars(line)
     assert flat == {
         "train/loss": 2.5,
+        "train/token_nll": 2.25,
         "train/grad_norm": 0.75,
         "train/skipped_steps": 0,
         "rate/connector": 1e-3,
@@ -287,7 +299,7 @@ def test_every_number_of_a_line_is_a_scalar_under_one_tag() -> None:
 
 def test_a_step_is_written_down_once_as_line_and_as_scalars(tmp_path: Path) -> None:
     run, engine = opened(tmp_path), Curves(FIRST)
-    line = record(run, cast(Engine, engine), REPORT, [filler_row(GEOMETRY)], seconds=2.0, row_tokens=200)
+    line = record(run, cast(Engine, engine), REPORT, [filler_row(GEOMETRY)], 2.0, config())
     run.close()
     assert lines(tmp_path / "metrics.jsonl") == [line]
     assert engine.points == [(3, scalars(line))]
@@ -298,18 +310,33 @@ def test_a_step_is_written_down_once_as_line_and_as_scalars(tmp_path: Path) -> N
 def test_bad_samples_are_listed_by_name_and_a_skipped_update_is_an_event(tmp_path: Path) -> None:
     run, engine = opened(tmp_path), Curves(FIRST)
     row = filler_row(GEOMETRY, bad=[("chat:cut", "truncated picture")])
-    report = StepReport(**{**REPORT.__dict__, "bad": 2, "applied": False, "skipped_steps": 1})
-    record(run, cast(Engine, engine), report, [row], seconds=2.0, row_tokens=200)
+    skipped = {"applied": False, "skipped_steps": 1, "skipped_in_a_row": 1, "suspects": ("chat:hot",)}
+    report = StepReport(**{**REPORT.__dict__, **skipped, "bad": 2})
+    record(run, cast(Engine, engine), report, [row], 2.0, config(stop_after_skipped=2))
     run.close()
     assert lines(tmp_path / "bad_samples.jsonl") == [
         {"step": 3, "sample": "chat:cut", "reason": "truncated picture"} for _ in range(2)
     ]
     events = {event["event"]: event for event in lines(tmp_path / "events.jsonl")}
     assert events["bad_samples"]["count"] == 2
-    assert (events["update_skipped"]["step"], events["update_skipped"]["reason"]) == (
-        3,
-        "non-finite gradient",
-    )
+    skip = events["update_skipped"]
+    assert (skip["step"], skip["reason"], skip["samples"]) == (3, "non-finite gradient", ["chat:hot"])
+
+
+@pytest.mark.parametrize("rank", [FIRST, SECOND])
+def test_too_many_skipped_updates_in_a_row_end_every_rank_after_they_are_written_down(
+    tmp_path: Path, rank: Ranks
+) -> None:
+    run = RunFolder(tmp_path, rank)
+    engine = Curves(rank)
+    skipped = {"applied": False, "skipped_steps": 5, "skipped_in_a_row": 2, "suspects": ("a", "b")}
+    report = StepReport(**{**REPORT.__dict__, **skipped})
+    record(run, cast(Engine, engine), report, [], 2.0, config(stop_after_skipped=3))
+    with pytest.raises(DataError, match=r"step 3: 2 steps in a row .*stop_after_skipped.*: a, b\."):
+        record(run, cast(Engine, engine), report, [], 2.0, config(stop_after_skipped=2))
+    run.close()
+    if rank.first:
+        assert len(lines(tmp_path / "metrics.jsonl")) == 2
 
 
 def test_the_plan_in_numbers_adds_up() -> None:

@@ -73,7 +73,7 @@ def teach(folder: Path, *, steps: int = 90) -> Assistant:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0)
     for _ in range(steps):
         optimizer.zero_grad()
-        (model(row, features) / row.supervised).backward()
+        (model(row, features)[0] / row.supervised).backward()
         optimizer.step()
     save_file(dict(model.connector.state_dict()), folder / "connector" / "model.safetensors")
     llm = AutoModelForCausalLM.from_pretrained(folder / "decoder", dtype=torch.float32)

@@ -81,9 +81,15 @@ class Row:
     @property
     def supervised(self) -> int:
         """Targets that count: supervised tokens that some token of the same segment predicts."""
+        return int(self.supervised_counts.sum())
+
+    @property
+    def supervised_counts(self) -> Tensor:
+        """Targets that count, by segment: int64 [S]."""
         targets = self.labels != IGNORE
         targets[self.cu_seqlens[:-1].long()] = False
-        return int(targets.sum())
+        segments = torch.bucketize(targets.nonzero().squeeze(1), self.cu_seqlens[1:].long(), right=True)
+        return torch.bincount(segments, minlength=self.cu_seqlens.numel() - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

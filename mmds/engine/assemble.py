@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from mmds import cpu_bf16
-from mmds.config import Config, rows_per_step
+from mmds.config import Config, RecomputeSection, rows_per_step
 from mmds.engine.core import Engine, deepspeed_config, parameter_groups
 from mmds.engine.launch import Ranks
 from mmds.engine.schedule import rate_factor, warmup_steps
-from mmds.engine.zero import partitioned_loading, whole_tensors
+from mmds.engine.zero import deepspeed_checkpoint, partitioned_loading, whole_tensors
 from mmds.errors import CheckpointError, ConfigError
 from mmds.model.build import Source, build_decoder, is_random
 from mmds.model.connector import Connector
@@ -23,6 +23,7 @@ from mmds.model.decoder import weight_files
 from mmds.model.encoder import Encoder, unused_parameters
 from mmds.model.folder import read_tensors
 from mmds.model.mllm import FrozenEncoder, Mllm
+from mmds.model.recompute import Checkpoint, non_reentrant
 from mmds.stages import assign_rates
 
 
@@ -45,18 +46,24 @@ def assemble(
         output_dir=Path(config.output_dir),
         device=ranks.device,
     )
-    loading = contextlib.nullcontext() if is_random(source) else partitioned_loading(ds_config)
+    streams = config.zero_stage == 3 and not is_random(source)
+    loading = partitioned_loading(ds_config) if streams else contextlib.nullcontext()
     with ranks.together(f"loading the decoder {source.decoder_name}"), loading:
         decoder = build_decoder(source, dtype=dtype, seed=config.seed)
     for part in (encoder, connector):
         part.to(dtype)  # DeepSpeed casts nothing once the decoder has arrived in partitions
     rates = assign_rates(_all_names(encoder, connector, decoder), config.rates)
     trains = _encoder_trains(encoder, rates)
-    model = Mllm(connector=connector, decoder=decoder, encoder=encoder if trains else None)
+    model = Mllm(
+        connector=connector, decoder=decoder, encoder=encoder if trains else None, weighting=config.weighting
+    )
     _refuse_scalars(model)
     groups = parameter_groups(model, rates, config.deepspeed["optimizer"]["params"]["weight_decay"])
-    if config.recompute:
-        set_recompute(model)
+    if config.recompute is not None:
+        checkpoint = (
+            deepspeed_checkpoint(ds_config, ranks.device) if config.deepspeed_recomputes else non_reentrant
+        )
+        set_recompute(model, config.recompute, checkpoint)
     frozen = None if trains else FrozenEncoder(encoder, device=ranks.device, dtype=dtype)
     total, warmup = total_steps, warmup_steps(config.schedule, total_steps)
     factor = partial(rate_factor, total=total, warmup=warmup, decay=config.schedule.decay)
@@ -66,15 +73,12 @@ def assemble(
     return engine
 
 
-def set_recompute(model: Mllm) -> None:
-    """Recompute the activations of every block that back-propagates: all of the decoder and connector, and a trained encoder.
-
-    Non-reentrant: a reentrant checkpoint with frozen inputs would give no gradient.
-    """
-    model.decoder.llm.activation_checkpointing_enable({"use_reentrant": False})
-    model.connector.recompute = True
+def set_recompute(model: Mllm, every: RecomputeSection, checkpoint: Checkpoint) -> None:
+    """Recompute the activations of every n-th block of the parts that back-propagate: decoder, connector, and a trained encoder."""
+    model.decoder.set_recompute(every.decoder, checkpoint)
+    model.connector.set_recompute(every.connector, checkpoint)
     if model.encoder is not None:
-        model.encoder.set_recompute(True)
+        model.encoder.set_recompute(every.encoder, checkpoint)
 
 
 def verify_decoder(engine: Engine, name: str) -> None:

@@ -1,13 +1,15 @@
 """One training step that gives the same numbers under any split over ranks and micro-steps.
 
 Why the step looks as it does (measured on deepspeed 0.19.8): ranks meet inside every layer under ZeRO-3, so each calls every part
-once a row; DeepSpeed would average per-rank means, so the loss is scaled by world / (supervised tokens of the whole step), whose
-count is known before the first backward pass; DeepSpeed's own schedulers flatten per-group rates, so a LambdaLR is given.
+once a row; DeepSpeed would average per-rank means, so the loss is scaled by world / (weight of the step's samples), which is
+known before the first backward pass; DeepSpeed's own schedulers flatten per-group rates, so a LambdaLR is given. ZeRO-0 to 3 take
+the same path; only at ZeRO-0, where DeepSpeed has neither a gradient norm nor a check for non-finite gradients, `plain` adds both.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +17,15 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from mmds.data.rows import Row, to_device
 from mmds.engine.launch import Ranks
+from mmds.engine.plain import measure_and_clip
 from mmds.engine.zero import full_shape
 from mmds.errors import CheckpointError, ConfigError
+from mmds.model.loss import sample_weights
 from mmds.model.mllm import FrozenEncoder, Mllm
 
 
@@ -30,13 +33,15 @@ from mmds.model.mllm import FrozenEncoder, Mllm
 class StepReport:
     """What one optimizer step did, equal on every rank.
 
-    loss: mean NLL over the supervised tokens of all ranks and micro-steps (nats a token); grad_norm: before clipping;
-    rates: by group; counts of the whole step: real, visual, supervised and padded tokens, images, skipped samples;
-    applied: False when a non-finite gradient made DeepSpeed skip the update.
+    loss: what is minimised, the weighted mean of token NLL over the samples of all ranks and micro-steps; token_nll: the plain mean
+    over supervised tokens, equal to it under `token` weighting (both nats a token); grad_norm: before clipping; rates: by group;
+    counts of the whole step: real, visual, supervised and padded tokens, images, skipped samples; applied: False when a
+    non-finite gradient made the engine skip the update; suspects: then, the keys of the samples it came from.
     """
 
     step: int
     loss: float
+    token_nll: float
     grad_norm: float
     rates: dict[str, float]
     real: int
@@ -47,6 +52,8 @@ class StepReport:
     bad: int
     applied: bool
     skipped_steps: int
+    skipped_in_a_row: int
+    suspects: tuple[str, ...]
 
 
 class Engine:
@@ -69,6 +76,9 @@ class Engine:
         self.rows_per_step = int(ds_config["train_batch_size"])
         self.group_names = [group["name"] for group in groups]
         self.trained = sorted((names[id(p)], g["lr"], g["weight_decay"]) for g in groups for p in g["params"])
+        clipping = ds_config["gradient_clipping"]
+        if ds_config["zero_optimization"]["stage"] == 0:
+            ds_config = {**ds_config, "gradient_clipping": 0.0}  # there the engine clips by itself
         self.ds, _, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=groups,
@@ -76,8 +86,11 @@ class Engine:
             lr_scheduler=lambda optimizer: LambdaLR(optimizer, factor),
             dist_init_required=False,
         )
+        if not self.ds.zero_optimization():
+            measure_and_clip(self.ds.optimizer, float(clipping))
         self.ds.train()
         self.step_index = 0
+        self.skipped_in_a_row = 0
 
     @property
     def model(self) -> Mllm:
@@ -95,20 +108,20 @@ class Engine:
     def step(self, rows: Sequence[Row]) -> StepReport:
         """Forward, backward and update over this rank's rows of one step; every rank gives equally many rows."""
         real, visual, supervised, padded, images, bad = (int(n) for n in self.ranks.sum(*_counts(rows)))
-        scale = self.ranks.world / max(supervised, 1)
+        (weight,) = self.ranks.sum(sum(self._weight(row) for row in rows))
+        scale = self.ranks.world / max(weight, 1.0)
         rates = self.rates()
-        nll = torch.zeros((), device=self.ranks.device)
+        parts = []
         for row in rows:
-            row_nll = self._forward(to_device(row, self.ranks.device))
-            self.ds.backward(row_nll * scale, scale_wrt_gas=False)
-            nll += row_nll.detach()
-        skipped_before = int(self.ds.skipped_steps)
-        self.ds.step()
-        self.step_index += 1
-        dist.all_reduce(nll)
+            weighted, nll = self._forward(to_device(row, self.ranks.device))
+            self.ds.backward(weighted * scale, scale_wrt_gas=False)
+            parts.append(torch.stack((weighted.detach(), nll)))
+        weighted_nll, nll_sum = self.ranks.sum(*torch.stack(parts).double().sum(0).tolist())
+        applied = self._update()
         return StepReport(
             step=self.step_index,
-            loss=float(nll) / max(supervised, 1),
+            loss=weighted_nll / max(weight, 1.0),
+            token_nll=nll_sum / max(supervised, 1),
             grad_norm=float(self.ds.get_global_grad_norm() or 0.0),
             rates=rates,
             real=real,
@@ -117,14 +130,41 @@ class Engine:
             padded=padded,
             images=images,
             bad=bad,
-            applied=int(self.ds.skipped_steps) == skipped_before,
+            applied=applied,
             skipped_steps=int(self.ds.skipped_steps),
+            skipped_in_a_row=self.skipped_in_a_row,
+            suspects=() if applied else self._suspects(rows, parts),
         )
 
-    def _forward(self, row: Row) -> Tensor:
+    def _update(self) -> bool:
+        """The optimizer's and the schedule's step; False when a non-finite gradient made DeepSpeed leave the weights alone."""
+        skipped_before = int(self.ds.skipped_steps)
+        self.ds.step()
+        self.step_index += 1
+        applied = int(self.ds.skipped_steps) == skipped_before
+        if not applied:
+            with (
+                warnings.catch_warnings()
+            ):  # torch warns when the very first update was the one that was left out
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                self.ds.lr_scheduler.step()  # DeepSpeed holds it back; the rate of a step is that of its number
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        return applied
+
+    def _weight(self, row: Row) -> float:
+        return float(sample_weights(row.supervised_counts, self.model.weighting).sum())
+
+    def _suspects(self, rows: Sequence[Row], parts: Sequence[Tensor]) -> tuple[str, ...]:
+        """Samples of the rows whose loss is not finite, over all ranks; of all rows when every loss is finite."""
+        infinite = [bool(part.isfinite().logical_not().any()) for part in parts]
+        every_row = not any(any(found) for found in self.ranks.gather(infinite))
+        mine = [row.sample_keys for row, bad in zip(rows, infinite, strict=True) if bad or every_row]
+        return tuple(key for keys in self.ranks.gather(mine) for group in keys for key in group if key)
+
+    def _forward(self, row: Row) -> tuple[Tensor, Tensor]:
         features = self.frozen(row) if self.frozen is not None else None
-        nll: Tensor = self.ds(row, features)
-        return nll
+        weighted, nll = self.ds(row, features)
+        return weighted, nll
 
     def save(self, folder: Path, tag: str) -> None:
         """Write this rank's share of the engine's state to folder/tag. Names in folder are not touched."""

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from mmds.errors import ConfigError
+from mmds.model.recompute import Checkpoint, reentrant
+
 
 @contextlib.contextmanager
 def partitioned_loading(ds_config: dict[str, Any]) -> Iterator[None]:
@@ -27,6 +30,20 @@ def partitioned_loading(ds_config: dict[str, Any]) -> Iterator[None]:
     finally:
         del holder
         unset_hf_deepspeed_config()
+
+
+def deepspeed_checkpoint(ds_config: dict[str, Any], device: torch.device) -> Checkpoint:
+    """DeepSpeed's checkpoint function, set up by the config's `activation_checkpointing` section.
+
+    Raises ConfigError for activations in the CPU's memory on a device that is the CPU: DeepSpeed fails there.
+    """
+    if ds_config["activation_checkpointing"].get("cpu_checkpointing") and device.type == "cpu":
+        raise ConfigError(
+            "activation_checkpointing.cpu_checkpointing: true needs a GPU to move activations away from; override with\n"
+            "    --set activation_checkpointing.cpu_checkpointing=false"
+        )
+    deepspeed.checkpointing.configure(None, deepspeed_config=ds_config)
+    return reentrant(deepspeed.checkpointing.checkpoint)
 
 
 def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -56,10 +73,16 @@ def full_numel(parameter: Tensor) -> int:
 
 
 def checkpoint_tensors(checkpoints: Path, tag: str) -> dict[str, Any]:
-    """fp32 values by name out of a ZeRO checkpoint folder, lazily read: each value has `.contiguous()` or is a tensor.
+    """fp32 values by name out of a DeepSpeed checkpoint folder, lazily read: each value has `.contiguous()` or is a tensor.
 
-    Trained tensors are fp32 masters; frozen ones have the run's dtype.
+    Trained tensors are fp32 masters; frozen ones have the run's dtype. A run at ZeRO-0, which is fp32, keeps whole tensors.
     """
+    if not list((checkpoints / tag).glob("*_optim_states.pt")):
+        whole = checkpoints / tag / "mp_rank_00_model_states.pt"
+        module: dict[str, Any] = torch.load(whole, map_location="cpu", mmap=True, weights_only=False)[
+            "module"
+        ]
+        return module
     state: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(
         str(checkpoints), tag=tag, lazy_mode=True
     )

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmds.errors import ConfigError
+from mmds.model.recompute import Checkpoint, recompute_blocks
 
 
 class Linear(nn.Module):
@@ -77,7 +76,7 @@ CONNECTORS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
 
 
 class Connector(nn.Module):
-    """One of CONNECTORS by name, with optional activation checkpointing."""
+    """One of CONNECTORS by name."""
 
     def __init__(self, name: str, *, encoder_width: int, decoder_width: int) -> None:
         super().__init__()
@@ -86,15 +85,15 @@ class Connector(nn.Module):
         build, self.merge = CONNECTORS[name]
         self.name = name
         self.net = build(encoder_width, decoder_width)
-        self.recompute = False
 
     def forward(self, features: Tensor) -> Tensor:
         """[N, patches, c] -> [N, visual tokens, d]."""
-        if self.recompute and torch.is_grad_enabled():
-            recomputed: Tensor = checkpoint(self.net, features, use_reentrant=False)
-            return recomputed
         visual: Tensor = self.net(features)
         return visual
+
+    def set_recompute(self, every: int, checkpoint: Checkpoint) -> None:
+        """Recompute the connector, which is one block, in the backward pass; every = 0: do not."""
+        recompute_blocks([self.net], every, checkpoint)
 
 
 def connector_merge(name: str) -> int:

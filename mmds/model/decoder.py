@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmds.errors import CheckpointError, ConfigError
 from mmds.model.attention import ROWS, SEQUENCE
+from mmds.model.recompute import Checkpoint
 
 
 class Decoder(nn.Module):
@@ -80,6 +83,21 @@ class Decoder(nn.Module):
         )
         logits: Tensor = output.logits
         return logits[0]
+
+    def set_recompute(self, every: int, checkpoint: Checkpoint) -> None:
+        """Recompute every n-th layer in the backward pass, through transformers' own switch; every = 0: none.
+
+        Raises ConfigError for a family without that switch.
+        """
+        layers: list[Any] = [m for m in self.llm.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if every and not layers:
+            raise ConfigError(
+                f"activation_checkpointing: {type(self.llm).__name__} has no layers that can recompute; override with\n"
+                "    --set mmds.recompute.decoder=0"
+            )
+        for index, layer in enumerate(layers):
+            layer.gradient_checkpointing = bool(every) and index % every == 0
+            layer._gradient_checkpointing_func = partial(checkpoint, layer)
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[PreTrainedModel]:

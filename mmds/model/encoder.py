@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mmds.config_types import EncoderSection
 from mmds.errors import ConfigError
 from mmds.model.encoder_sources import build_tower, load_tower
+from mmds.model.recompute import Checkpoint, recompute_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +51,16 @@ class EncoderSpec:
 
 
 class Encoder(nn.Module):
-    """uint8 pixels in, patch features out, with one call for all images of a row."""
+    """uint8 pixels in, patch features out, with one call for all images of a row.
 
-    def __init__(self, visual: nn.Module, spec: EncoderSpec) -> None:
+    pruned: the pieces of the tower that the features never use and that were therefore dropped, with their parameter counts.
+    """
+
+    def __init__(self, visual: nn.Module, spec: EncoderSpec, pruned: Mapping[str, int] | None = None) -> None:
         super().__init__()
         self.visual = visual
         self.spec = spec
+        self.pruned = dict(pruned or {})
 
     def forward(self, pixels: Tensor) -> Tensor:
         """uint8 [N, 3, H, W] upright RGB -> features [N, g*g, c] in reading order, in the weights' dtype."""
@@ -74,15 +79,32 @@ class Encoder(nn.Module):
                 module.eval()
         return self
 
-    def set_recompute(self, enable: bool) -> None:
-        """Recompute each block's activations in the backward pass. Raises ConfigError for a tower that cannot."""
-        if not enable:
-            return
-        self.visual.set_grad_checkpointing(True)  # type: ignore[operator]
-        if not any(getattr(module, "grad_checkpointing", False) for module in self.modules()):
+    def set_recompute(self, every: int, checkpoint: Checkpoint) -> None:
+        """Recompute every n-th block in the backward pass; every = 0: none. Raises ConfigError for a tower without known blocks."""
+        blocks = tower_blocks(self.visual)
+        if every and not blocks:
             raise ConfigError(
-                f"activation_checkpointing: the encoder {self.spec.name} cannot recompute; freeze it or leave the key out"
+                f"activation_checkpointing: the blocks of the encoder {self.spec.name} are not known, so they cannot recompute; "
+                "override with\n    --set mmds.recompute.encoder=0"
             )
+        recompute_blocks(blocks, every, checkpoint)
+
+
+def tower_blocks(visual: nn.Module) -> list[nn.Module]:
+    """The blocks of a tower in order: transformer blocks, or residual blocks of its stages; empty for an unknown make."""
+    trunk = getattr(visual, "trunk", visual)
+    for path in ("transformer.resblocks", "blocks"):
+        found: Any = trunk
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if isinstance(found, (nn.ModuleList, nn.Sequential)):
+            return list(found)
+    stages = getattr(trunk, "stages", None) or [getattr(trunk, f"layer{i}", None) for i in range(1, 5)]
+    blocks: list[nn.Module] = []
+    for stage in stages:
+        inner = getattr(stage, "blocks", stage)
+        blocks += list(inner) if isinstance(inner, (nn.ModuleList, nn.Sequential)) else []
+    return blocks
 
 
 def build_encoder(section: EncoderSection) -> Encoder:
@@ -91,6 +113,7 @@ def build_encoder(section: EncoderSection) -> Encoder:
     Raises ConfigError when something would have to be guessed or does not fit, CheckpointError when weights are missing.
     """
     visual, model_cfg, preprocess = load_tower(section)
+    whole = _sizes(visual)
     layer = _prune(visual, section.layer, norm=section.norm)
     image_size, cell, width = _measure(visual, model_cfg, layer=layer, norm=section.norm)
     spec = EncoderSpec(
@@ -105,14 +128,30 @@ def build_encoder(section: EncoderSection) -> Encoder:
         patch_size=cell,
         width=width,
     )
-    return Encoder(visual, spec)
+    return Encoder(visual, spec, _pieces_gone(whole, visual))
 
 
 def encoder_from_spec(spec: EncoderSpec) -> Encoder:
     """An encoder of this spec with random weights, to be loaded strictly."""
     visual = build_tower(spec.model_cfg)
+    whole = _sizes(visual)
     _prune(visual, spec.layer, norm=spec.norm)
-    return Encoder(visual, spec)
+    return Encoder(visual, spec, _pieces_gone(whole, visual))
+
+
+def describe_pruned(pruned: Mapping[str, int]) -> str:
+    """What `Encoder.pruned` holds in one line: its pieces, the blocks of one stack as a range, and the parameters in all."""
+    if not pruned:
+        return "nothing"
+    stacks: dict[str, list[str]] = {}
+    for piece in pruned:
+        stack, dot, number = piece.rpartition(".")
+        stacks.setdefault(stack if dot else piece, []).extend([number] if dot else [])
+    shown = []
+    for name, numbers in stacks.items():
+        blocks = "-".join(dict.fromkeys((numbers[0], numbers[-1]))) if numbers else ""
+        shown.append(f"{name}.{blocks}" if blocks else name)
+    return f"{', '.join(shown)}: {sum(pruned.values()):,} parameters that the features never use"
 
 
 def unused_parameters(encoder: Encoder) -> list[str]:
@@ -123,6 +162,22 @@ def unused_parameters(encoder: Encoder) -> list[str]:
     names = [name for name, parameter in encoder.named_parameters() if parameter.grad is None]
     encoder.zero_grad()
     return names
+
+
+def _sizes(visual: nn.Module) -> dict[str, int]:
+    return {name: parameter.numel() for name, parameter in visual.named_parameters()}
+
+
+def _pieces_gone(whole: Mapping[str, int], visual: nn.Module) -> dict[str, int]:
+    """Parameter counts of what `whole` had and `visual` has no more, by block or, outside of blocks, by outermost module."""
+    left, gone = _sizes(visual), dict[str, int]()
+    for name, size in whole.items():
+        if name not in left:
+            parts = name.removeprefix("trunk.").split(".")
+            numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+            piece = ".".join(parts[: numbers[0] + 1 if numbers else 1])
+            gone[piece] = gone.get(piece, 0) + size
+    return gone
 
 
 def _prune(visual: nn.Module, layer: int, *, norm: bool) -> int:

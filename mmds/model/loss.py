@@ -1,11 +1,13 @@
-"""Next-token targets of a packed row, and their negative log-likelihood.
+"""Next-token targets of a packed row, their negative log-likelihood, and how samples weigh in the loss.
 
-The training loss is the sum of token NLL over all ranks and micro-steps, divided by the number of supervised tokens of the step; the
-division happens in the engine, once the step's global count is known. Here: only sums.
+The training loss of a step is the weighted sum of token NLL over all ranks and micro-steps, divided by the sum of the samples'
+weights; the division happens in the engine, once the step's global weight is known. Here: only sums. Shapes: T tokens of a row,
+S segments, K supervised positions, V vocabulary.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,6 +26,30 @@ def targets(labels: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return positions - 1, labels[positions]
 
 
-def nll_sum(logits: Tensor, target: Tensor) -> Tensor:
-    """Sum of token NLL in fp32: logits [K, V], target int64 [K]. Exactly 0, with a graph, when K is 0."""
-    return F.cross_entropy(logits.float(), target, reduction="sum")
+def token_nll(logits: Tensor, target: Tensor) -> Tensor:
+    """NLL of each target in fp32, [K]: logits [K, V], target int64 [K]."""
+    return F.cross_entropy(logits.float(), target, reduction="none")
+
+
+def sample_weights(counts: Tensor, weighting: str) -> Tensor:
+    """Weight of each sample in the loss, fp32 [S]: n for "token", 1 for "sample", sqrt(n) for "sqrt" (0 where n is 0).
+
+    counts int64 [S]: supervised tokens n of each sample. A sample's weight is shared by its tokens equally, so "token" is the mean
+    over tokens, "sample" the mean of the samples' means, and "sqrt" lies between (InternVL 2.5's square averaging, arXiv:2412.05271).
+    """
+    n = counts.float()
+    if weighting == "token":
+        return n
+    if weighting == "sample":
+        return n.clamp(max=1.0)
+    if weighting == "sqrt":
+        return n.sqrt()
+    raise ValueError(f"weighting must be token, sample or sqrt, got {weighting!r}")
+
+
+def weighted_sum(nll: Tensor, counts: Tensor, weighting: str) -> Tensor:
+    """Sum over samples of weight x mean NLL, 0-dim: nll [K] in row order, counts int64 [S]. Exactly 0, with a graph, when K is 0."""
+    if weighting == "token":
+        return nll.sum()
+    share = sample_weights(counts, weighting) / counts.clamp(min=1)
+    return (nll * torch.repeat_interleave(share, counts)).sum()

@@ -14,7 +14,7 @@ from mmds.errors import DataError
 from mmds.model.connector import Connector
 from mmds.model.decoder import Decoder
 from mmds.model.encoder import Encoder, EncoderSpec
-from mmds.model.loss import nll_sum, targets
+from mmds.model.loss import targets, token_nll, weighted_sum
 from mmds.model.splice import check_counts, splice
 
 
@@ -24,19 +24,24 @@ class Mllm(nn.Module):
     A frozen encoder is given as `features` instead (see FrozenEncoder): it stays outside the tree, replicated, without collectives.
     """
 
-    def __init__(self, *, connector: Connector, decoder: Decoder, encoder: Encoder | None) -> None:
+    def __init__(
+        self, *, connector: Connector, decoder: Decoder, encoder: Encoder | None, weighting: str = "token"
+    ) -> None:
+        """weighting: of samples in the loss, see `mmds.model.loss.sample_weights`."""
         super().__init__()
+        self.weighting = weighting
         self.encoder = encoder
         self.connector = connector
         self.decoder = decoder
 
-    def forward(self, row: Row, features: Tensor | None = None) -> Tensor:
-        """Sum of token NLL of the row's supervised tokens, fp32, 0-dim.
+    def forward(self, row: Row, features: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The row's weighted sum of token NLL, to be back-propagated, and its plain sum without a graph; both fp32, 0-dim.
 
         row: on the model's device. features [max(I, 1), patches, c] of a frozen encoder; None when the encoder trains.
         """
         keep, target = targets(row.labels, row.cu_seqlens)
-        return nll_sum(self.logits(row, keep, features), target)
+        nll = token_nll(self.logits(row, keep, features), target)
+        return weighted_sum(nll, row.supervised_counts, self.weighting), nll.detach().sum()
 
     def logits(self, row: Row, keep: Tensor, features: Tensor | None = None) -> Tensor:
         """Logits [K, vocabulary] at row positions `keep` int64 [K]."""

@@ -21,6 +21,7 @@ from mmds.engine.core import deepspeed_config, parameter_groups
 from mmds.engine.launch import start_ranks, stop_ranks
 from mmds.engine.schedule import rate_factor
 from mmds.engine.zero import whole_tensors
+from mmds.errors import ConfigError
 from mmds.geometry import Geometry
 from mmds.model.build import build_decoder, build_geometry, build_light, find_source
 from mmds.model.connector import Connector
@@ -168,22 +169,25 @@ class Alone:
         tiny.write_decoder(work / "decoder")
         tiny.write_encoder(work / "encoder")
 
-    def engine(self, **stage: Any) -> tuple[Engine, Geometry]:
-        """A fresh engine of a four-step `instruct` run that warms up over two steps; stage: departures from the table."""
+    def engine(
+        self, *, zero: int = 3, keys: dict[str, Any] | None = None, **stage: Any
+    ) -> tuple[Engine, Geometry]:
+        """A fresh engine of a four-step `instruct` run that warms up over two steps; zero: ZeRO's stage; keys: of
+        DeepSpeed's, added; stage: departures from the table."""
         file = self.work / "run.json"
-        file.write_text(json.dumps(self._config(stage)))
+        file.write_text(json.dumps({**self._config(zero, stage), **(keys or {})}))
         config = load_config(file)
         source = find_source(None, config.model)
         encoder, connector = build_light(source, seed=config.seed)
         geometry = build_geometry(encoder.spec, connector.name, max_pixels=None)
         return assemble(config, source, encoder, connector, self.ranks, total_steps=4), geometry
 
-    def _config(self, stage: dict[str, Any]) -> dict[str, Any]:
+    def _config(self, zero: int, stage: dict[str, Any]) -> dict[str, Any]:
         return {
             "train_batch_size": 1,
             "gradient_clipping": 1e-3,
             "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}},
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
             "mmds": {
                 "stage": {"name": "instruct", **stage},
                 "output_dir": str(self.work / "run"),
@@ -242,16 +246,34 @@ def test_a_step_without_a_supervised_token_has_loss_zero_and_no_gradient(parts: 
     assert all(bool(value.isfinite().all()) for value in weights(engine).values())
 
 
-def test_a_non_finite_gradient_changes_no_weight_and_is_counted(parts: Alone) -> None:
-    engine, geometry = parts.engine()
+@pytest.mark.parametrize("zero", range(4))
+def test_a_non_finite_gradient_changes_no_weight_is_counted_and_names_its_samples(
+    parts: Alone, zero: int
+) -> None:
+    engine, geometry = parts.engine(zero=zero)
     before = weights(engine)
     forward = engine._forward
-    engine._forward = lambda row: forward(row) * float("inf")  # type: ignore[method-assign]
-    report = engine.step([row(geometry)])
+    engine._forward = lambda row: tuple(x * float("inf") for x in forward(row))  # type: ignore[assignment, return-value]
+    bad, good = row(geometry), row(geometry, 1)
+    reports = [engine.step([bad]) for _ in range(2)]
     after = weights(engine)
-    assert not report.applied
-    assert report.skipped_steps == 1
+    assert [report.applied for report in reports] == [False, False]
+    assert [report.skipped_steps for report in reports] == [1, 2]
+    assert [report.skipped_in_a_row for report in reports] == [1, 2]
+    assert all(report.suspects == bad.sample_keys for report in reports)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+    engine._forward = forward  # type: ignore[method-assign]
+    report = engine.step([good])
+    assert report.applied and report.skipped_in_a_row == 0 and report.suspects == ()
+    factor = rate_factor(2, total=4, warmup=2, decay="cosine")  # skipped steps count in the schedule
+    assert report.rates["decoder"] == pytest.approx(2e-5 * factor)
+    assert not torch.equal(weights(engine)["connector.net.up.weight"], before["connector.net.up.weight"])
+
+
+def test_activations_cannot_leave_a_cpu_for_the_cpu(parts: Alone) -> None:
+    with pytest.raises(ConfigError, match="cpu_checkpointing: true needs a GPU"):
+        parts.engine(keys={"activation_checkpointing": {"cpu_checkpointing": True}})
 
 
 def test_a_saved_engine_loads_bit_equal_and_goes_on_the_same(parts: Alone) -> None:
@@ -295,7 +317,7 @@ def test_weights_after_some_steps_are_those_of_torchs_own_clipped_adamw(parts: A
         some = row(geometry, step)
         report = engine.step([some])
         optimizer.zero_grad()
-        loss = plain(some, frozen(some)) / some.supervised
+        loss = plain(some, frozen(some))[0] / some.supervised
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
         for group, rate in zip(optimizer.param_groups, (3e-4, 3e-4, 2e-5, 2e-5), strict=True):

@@ -1,15 +1,21 @@
-"""Tiny random decoders of several families, and each sample alone through stock transformers with eager attention: no mmds code here."""
+"""Tiny random decoders of several families, and each sample alone through stock transformers with eager attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import deepspeed
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+
+from mmds.model.recompute import reentrant
+
+BY_DEEPSPEED = reentrant(deepspeed.checkpointing.checkpoint)
+"""DeepSpeed's checkpoint function as the engine hands it to the parts."""
 
 VOCABULARY = 80
 WINDOW = 5  # shorter than the samples, so that it matters

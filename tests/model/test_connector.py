@@ -9,7 +9,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchMerger
 
 from mmds.errors import ConfigError
 from mmds.model.connector import CONNECTORS, Connector, connector_merge, merge_neighbours
-from tests.model.families import excite, gap, gradients, worst
+from mmds.model.recompute import non_reentrant
+from tests.model.families import BY_DEEPSPEED, excite, gap, gradients, worst
 
 
 def test_mlp2x_equals_llavas_projector() -> None:
@@ -95,8 +96,10 @@ def test_gradients_are_equal_with_recomputation_also_of_frozen_inputs(name: str,
     next(m for m in connector.net.modules() if isinstance(m, nn.Linear)).register_forward_pre_hook(
         lambda *_: count.append(1)
     )
-    for recompute in (False, True):
-        connector.recompute = recompute
+    plain = connector.net.forward
+    for every, checkpoint in ((0, non_reentrant), (1, non_reentrant), (1, BY_DEEPSPEED)):
+        connector.net.forward = plain
+        connector.set_recompute(every, checkpoint)
         connector.zero_grad()
         count.clear()
         features = torch.ones(2, 16, 8).mul(0.3).requires_grad_(inputs_train)
@@ -104,8 +107,8 @@ def test_gradients_are_equal_with_recomputation_also_of_frozen_inputs(name: str,
         results.append(gradients(connector))
         passes.append(len(count))
     assert all(g.any() for g in results[0].values())
-    assert worst(results[1], results[0]) == []
-    assert passes == [1, 2]
+    assert worst(results[1], results[0]) == worst(results[2], results[0]) == []
+    assert passes == [1, 2, 2]
 
 
 def test_an_unknown_connector_is_refused_with_the_known_ones_named() -> None:

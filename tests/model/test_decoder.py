@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from mmds.engine.assemble import set_recompute
 from mmds.errors import CheckpointError, ConfigError
-from mmds.model.connector import Connector
 from mmds.model.decoder import Decoder, load_config, load_llm, load_tokenizer, weight_files
-from mmds.model.mllm import Mllm
+from mmds.model.recompute import non_reentrant
 from tests import tiny
 from tests.model.families import (
+    BY_DEEPSPEED,
     FAMILIES,
     VOCABULARY,
     alone_logits,
@@ -59,13 +58,7 @@ def test_packed_logits_and_gradients_equal_each_sample_alone(family: str, mode: 
     stock = stock_model(family)
     decoder = Decoder(deepcopy(stock))
     if "recomputed" in mode:
-        set_recompute(
-            Mllm(
-                connector=Connector("linear", encoder_width=4, decoder_width=32),
-                decoder=decoder,
-                encoder=None,
-            )
-        )
+        decoder.set_recompute(1, non_reentrant)
     stock.train("train" in mode)
     decoder.train("train" in mode)
     keep, target = next_tokens(samples)
@@ -134,17 +127,15 @@ def test_the_head_on_no_position_gives_no_logits_and_exactly_zero_gradients() ->
 def test_recomputation_runs_every_block_again_in_the_backward_pass(family: str) -> None:
     calls: list[int] = []
     counts = []
-    for recompute in (False, True):
+    for every, checkpoint in ((0, non_reentrant), (1, non_reentrant), (2, non_reentrant), (1, BY_DEEPSPEED)):
         decoder = Decoder(stock_model(family)).train()
-        if recompute:
-            connector = Connector("linear", encoder_width=4, decoder_width=32)
-            set_recompute(Mllm(connector=connector, decoder=decoder, encoder=None))
+        decoder.set_recompute(every, checkpoint)
         for block in decoder.llm.model.layers:
             block.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
         calls.clear()
         packed_logits(decoder, random_samples((4, 5))).sum().backward()
         counts.append(len(calls))
-    assert counts == [2, 4]
+    assert counts == [2, 4, 3, 4]
 
 
 @pytest.mark.parametrize("trained", ["model.layers.1.", "model.layers.0.mlp.", "model.norm."])
@@ -153,18 +144,16 @@ def test_recomputation_gives_equal_gradients_when_only_a_piece_of_the_decoder_tr
     samples = random_samples(LENGTHS)
     keep, target = next_tokens(samples)
     results = []
-    for recompute in (False, True):
+    for every, checkpoint in ((0, non_reentrant), (1, non_reentrant), (1, BY_DEEPSPEED)):
         decoder = Decoder(stock_model("qwen3")).train()
         for name, parameter in decoder.llm.named_parameters():
             parameter.requires_grad_(name.startswith(trained))
-        if recompute:
-            connector = Connector("linear", encoder_width=4, decoder_width=32)
-            set_recompute(Mllm(connector=connector, decoder=decoder, encoder=None))
+        decoder.set_recompute(every, checkpoint)
         F.cross_entropy(packed_logits(decoder, samples, keep), target).backward()
         results.append(gradients(decoder.llm))
         moved = {name for name, grad in results[-1].items() if grad.any()}
         assert moved == {name for name in results[-1] if name.startswith(trained)}
-    assert worst(results[1], results[0]) == []
+    assert worst(results[1], results[0]) == worst(results[2], results[0]) == []
 
 
 def row(**changes: Any) -> dict[str, Any]:

@@ -19,11 +19,13 @@ from mmds.model.encoder import (
     EncoderSpec,
     build_encoder,
     encoder_from_spec,
+    tower_blocks,
     unused_parameters,
 )
 from mmds.model.encoder_sources import build_tower
+from mmds.model.recompute import non_reentrant
 from tests import tiny
-from tests.model.families import gap, gradients, worst
+from tests.model.families import BY_DEEPSPEED, gap, gradients, worst
 
 
 def timm_cfg(name: str, *, pool: str = "", proj: str = "linear", image_size: int = 160) -> dict[str, Any]:
@@ -229,29 +231,47 @@ def test_gradients_are_equal_with_recomputation_also_of_the_last_block_alone(
 ) -> None:
     name = "timm ViT, class token" if "trunk" in trained else "native ViT"
     results, passes = [], []
-    for recompute in (False, True):
+    for every, checkpoint in ((0, non_reentrant), (1, non_reentrant), (1, BY_DEEPSPEED)):
         encoder = build(folder(name)).train()
         for parameter_name, parameter in encoder.named_parameters():
             parameter.requires_grad_(parameter_name.startswith(trained))
-        encoder.set_recompute(recompute)
+        encoder.set_recompute(every, checkpoint)
         count: list[int] = []
         block = block_and_norm(encoder.visual, encoder.spec.layer)[0]
-        block.register_forward_pre_hook(lambda *_, count=count: count.append(1))
+        inner = next(module for module in block.modules() if isinstance(module, nn.LayerNorm))
+        inner.register_forward_pre_hook(lambda *_, count=count: count.append(1))
         encoder(random_pixels(encoder)).square().sum().backward()
         results.append(gradients(encoder))
         passes.append(len(count))
-    assert passes == [1, 2]
+    assert passes == [1, 2, 2]
     assert sum(bool(g.any()) for g in results[0].values()) >= 4
-    assert worst(results[1], results[0]) == []
+    assert worst(results[1], results[0]) == worst(results[2], results[0]) == []
 
 
-def test_a_tower_that_cannot_recompute_is_refused_rather_than_ignored(
-    folder: Callable[[str], Path],
+@pytest.mark.parametrize("name", ["native ViT", "timm ViT, class token", "ResNet"])
+def test_every_second_block_recomputes_counted_from_the_first(
+    name: str, folder: Callable[[str], Path]
 ) -> None:
-    encoder = build(folder("ResNet"), layer=4)
-    encoder.set_recompute(False)
-    with pytest.raises(ConfigError, match="cannot recompute"):
-        encoder.set_recompute(True)
+    encoder = build(folder(name), layer=4 if name == "ResNet" else -1).train()
+    blocks = tower_blocks(encoder.visual)
+    runs = [0] * len(blocks)
+    for index, block in enumerate(blocks):
+        inner = next(module for module in block.modules() if not list(module.children()))
+        inner.register_forward_pre_hook(lambda *_, i=index: runs.__setitem__(i, runs[i] + 1))
+    encoder.set_recompute(2, non_reentrant)
+    encoder(random_pixels(encoder)).square().sum().backward()
+    assert len(runs) >= 2
+    assert runs == [2 if index % 2 == 0 else 1 for index in range(len(runs))]
+
+
+def test_a_tower_of_unknown_make_is_refused_rather_than_ignored(folder: Callable[[str], Path]) -> None:
+    encoder = build(folder("native ViT"))
+    encoder.visual = nn.Sequential(nn.Flatten(), nn.Linear(3, 4))
+    encoder.set_recompute(0, non_reentrant)
+    with pytest.raises(
+        ConfigError, match=r"cannot recompute; override with\n    --set mmds.recompute.encoder=0"
+    ):
+        encoder.set_recompute(1, non_reentrant)
 
 
 @pytest.mark.parametrize("name", ["native ViT", "timm ViT, register, attention pool", "ResNet"])

@@ -11,7 +11,7 @@ from mmds.data.rows import IGNORE, Row, build_row, filler_row
 from mmds.geometry import Geometry
 from mmds.model.connector import Connector
 from mmds.model.decoder import Decoder
-from mmds.model.loss import nll_sum, targets
+from mmds.model.loss import sample_weights, targets, token_nll, weighted_sum
 from mmds.model.mllm import Mllm
 from tests import tiny
 from tests.model.families import VOCABULARY, stock_model
@@ -30,16 +30,36 @@ def test_one_token_at_nll_4_and_nine_at_nll_2_cost_22_together_and_2_2_each() ->
         labels = torch.full((12,), IGNORE)
         labels[1], labels[3:12] = 0, 0
         keep, target = targets(labels, torch.tensor(bounds, dtype=torch.int32))
-        total = nll_sum(logits_with_nll([4.0] + [2.0] * 9), target)
+        total = token_nll(logits_with_nll([4.0] + [2.0] * 9), target).sum()
         assert len(keep) == 10
         assert float(total) == pytest.approx(22.0, rel=1e-6)
         assert float(total) / len(keep) == pytest.approx(2.2, rel=1e-6)
 
 
+@pytest.mark.parametrize(("weighting", "loss"), [("token", 2.2), ("sample", 3.0), ("sqrt", 2.5)])
+@pytest.mark.parametrize("rows", [[[1, 0, 9]], [[9], [1, 0]], [[0], [1], [9]]])
+def test_weightings_of_one_token_at_4_nats_and_nine_at_2_in_any_packing(
+    weighting: str, loss: float, rows: list[list[int]]
+) -> None:
+    """Samples without a supervised token weigh nothing, in or beside a row."""
+    total, weight = 0.0, 0.0
+    for lengths in rows:
+        counts = torch.tensor(lengths)
+        nll = torch.tensor([{1: 4.0, 9: 2.0}[n] for n in lengths for _ in range(n)])
+        total += float(weighted_sum(nll, counts, weighting))
+        weight += float(sample_weights(counts, weighting).sum())
+    assert total / weight == pytest.approx(loss, rel=1e-6)
+
+
+def test_an_unknown_weighting_is_refused() -> None:
+    with pytest.raises(ValueError, match="token, sample or sqrt, got 'mean'"):
+        sample_weights(torch.tensor([1]), "mean")
+
+
 def test_no_supervised_token_gives_exactly_zero_with_a_graph() -> None:
     keep, target = targets(torch.full((5,), IGNORE), torch.tensor([0, 5], dtype=torch.int32))
     hidden = torch.randn(5, 4, requires_grad=True)
-    total = nll_sum(hidden[keep], target)
+    total = weighted_sum(token_nll(hidden[keep], target), torch.tensor([0]), "sqrt")
     assert total.item() == 0.0
     total.backward()
     assert hidden.grad is not None
@@ -52,7 +72,7 @@ def test_the_filler_row_costs_exactly_zero_and_moves_nothing() -> None:
         decoder=Decoder(stock_model("llama")),
         encoder=None,
     )
-    total = model(filler_row(GEOMETRY), torch.randn(1, 4, 4))
+    total, _ = model(filler_row(GEOMETRY), torch.randn(1, 4, 4))
     total.backward()
     assert total.item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -88,6 +108,12 @@ def test_targets_are_read_only_and_equal_a_walk_through_the_samples() -> None:
 def test_the_rows_own_count_is_the_number_of_targets(seed: int) -> None:
     row, _ = tiny.random_row(seed, GEOMETRY, (1, 0, 2, 0))
     assert row.supervised == len(targets(row.labels, row.cu_seqlens)[0]) > 0
+    starts = row.cu_seqlens[:-1].tolist()
+    alone = [
+        int((row.labels[a + 1 : b] != IGNORE).sum())
+        for a, b in zip(starts, row.cu_seqlens[1:].tolist(), strict=True)
+    ]
+    assert row.supervised_counts.tolist() == alone
 
 
 def test_the_packed_sum_equals_the_sum_of_the_samples_alone() -> None:
@@ -101,10 +127,10 @@ def test_the_packed_sum_equals_the_sum_of_the_samples_alone() -> None:
     features = torch.randn(3, 4, 4)
     images = [features[:1], features[:1], features[1:], features[:1]]
     alone = [
-        model(with_small_ids(build_row([sample], GEOMETRY)), image)
+        model(with_small_ids(build_row([sample], GEOMETRY)), image)[0]
         for sample, image in zip(samples, images, strict=True)
     ]
-    assert model(row, features).item() == pytest.approx(sum(x.item() for x in alone), rel=1e-6)
+    assert model(row, features)[0].item() == pytest.approx(sum(x.item() for x in alone), rel=1e-6)
 
 
 def with_small_ids(row: Row) -> Row:
@@ -120,7 +146,7 @@ def test_nll_is_summed_in_fp32_also_from_bf16_logits() -> None:
     logits = torch.randn(300, 50).mul(4).bfloat16()
     target = torch.randint(0, 50, (300,))
     exact = F.cross_entropy(logits.double(), target, reduction="sum")
-    total = nll_sum(logits, target)
+    total = token_nll(logits, target).sum()
     assert total.dtype is torch.float32
     assert float(total) == pytest.approx(float(exact), rel=1e-6)
 
@@ -135,7 +161,7 @@ def test_a_random_decoder_scores_about_the_log_of_its_vocabulary() -> None:
     model = Mllm(
         connector=Connector("linear", encoder_width=4, decoder_width=32), decoder=Decoder(llm), encoder=None
     )
-    assert model(row, torch.zeros(1, 4, 4)).item() / row.supervised == pytest.approx(
+    assert model(row, torch.zeros(1, 4, 4))[0].item() / row.supervised == pytest.approx(
         math.log(VOCABULARY), rel=0.02
     )
 
@@ -166,4 +192,4 @@ def test_copying_the_present_token_scores_badly_and_knowing_the_next_one_well(
         decoder=_Echo(ahead),  # type: ignore[arg-type]
         encoder=None,
     )
-    assert low <= model(row, torch.zeros(1, 4, 4)).item() / row.supervised <= high
+    assert low <= model(row, torch.zeros(1, 4, 4))[0].item() / row.supervised <= high

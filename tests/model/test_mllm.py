@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmds.config_types import EncoderSection
+from mmds.config_types import EncoderSection, RecomputeSection
 from mmds.data.rows import IMAGE_MARKER, LoadedSample, Row, build_row, filler_row
 from mmds.engine.assemble import set_recompute
 from mmds.errors import DataError, SpliceError
@@ -20,6 +20,7 @@ from mmds.model.connector import Connector
 from mmds.model.decoder import Decoder, load_llm
 from mmds.model.encoder import Encoder, EncoderSpec, build_encoder
 from mmds.model.mllm import FrozenEncoder, Mllm
+from mmds.model.recompute import non_reentrant
 from tests import tiny
 from tests.engine.reference import compare
 from tests.model.families import gap, gradients
@@ -59,10 +60,10 @@ def test_a_packed_row_equals_transformers_own_llava_sample_by_sample(
     theirs = stock_llava()
     ours = same_mllm(theirs, tmp_path).train()
     if recompute:
-        set_recompute(ours)
+        set_recompute(ours, RecomputeSection(), non_reentrant)
     row, samples = tiny.random_row(11, GEOMETRY, pictures)
     logits, loss, grads = llava_step(theirs, samples)
-    own = ours(row) / row.supervised
+    own = ours(row)[0] / row.supervised
     own.backward()
     assert own.item() == pytest.approx(loss.item(), rel=1e-5)
     everywhere = ours.eval().logits(row, torch.arange(row.input_ids.numel()))
@@ -142,7 +143,7 @@ def test_every_part_runs_exactly_once_for_any_row(pictures: tuple[int, ...], fol
     calls: list[str] = []
     for name in ("encoder", "connector", "decoder"):
         getattr(model, name).register_forward_hook(lambda *_, name=name: calls.append(name))
-    model(tiny.random_row(1, GEOMETRY, pictures)[0]).backward()
+    model(tiny.random_row(1, GEOMETRY, pictures)[0])[0].backward()
     assert calls == ["encoder", "connector", "decoder"]
     assert all(p.grad is not None for p in model.parameters())
 
@@ -153,12 +154,12 @@ def test_a_row_without_images_gives_exactly_zero_gradients_before_the_decoder(
 ) -> None:
     model = make_model(folder, connector=connector)
     row, samples = tiny.random_row(1, GEOMETRY, (0, 0, 0))
-    loss = model(row)
+    loss, _ = model(row)
     loss.backward()
     for name, grad in gradients(model).items():
         assert name.startswith("decoder.") or not grad.any(), name
     text = make_model(folder, connector=connector, trained_encoder=False)
-    assert loss.item() == text(row, torch.randn(1, 4, 32)).item()
+    assert loss.item() == text(row, torch.randn(1, 4, 32))[0].item()
 
 
 def test_features_of_the_dummy_image_cannot_make_the_gradient_not_a_number(folder: Path) -> None:
@@ -166,13 +167,13 @@ def test_features_of_the_dummy_image_cannot_make_the_gradient_not_a_number(folde
     row, _ = tiny.random_row(1, GEOMETRY, (0, 0))
     for value in (torch.inf, torch.nan):
         model = make_model(folder, trained_encoder=False)
-        model(row, torch.full((1, 4, 32), value)).backward()
+        model(row, torch.full((1, 4, 32), value))[0].backward()
         assert all(bool(g.isfinite().all()) for g in gradients(model).values())
 
 
 def test_the_filler_row_runs_through_the_whole_model_and_costs_nothing(folder: Path) -> None:
     model = make_model(folder)
-    loss = model(filler_row(GEOMETRY))
+    loss, _ = model(filler_row(GEOMETRY))
     loss.backward()
     assert loss.item() == 0.0
     assert not any(bool(g.any()) for g in gradients(model).values())
@@ -192,7 +193,7 @@ def test_a_frozen_encoder_gives_the_loss_and_decoder_gradients_of_the_same_encod
     row, _ = tiny.random_row(2, GEOMETRY, (2, 0, 1))
     inside, outside = make_model(folder), make_model(folder, trained_encoder=False)
     frozen = FrozenEncoder(make_encoder(folder), device=CPU, dtype=torch.float32)
-    losses = [inside(row), outside(row, frozen(row))]
+    losses = [inside(row)[0], outside(row, frozen(row))[0]]
     for loss in losses:
         loss.backward()
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
