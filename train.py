@@ -11,6 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+from mmds.config_explain import explain_command
+
+if __name__ == "__main__" and any(argument.startswith("--explain") for argument in sys.argv[1:]):
+    sys.exit(explain_command(sys.argv[1:]))  # before the imports below, which take seconds
+
 from mmds import checkpoint, export, monitor
 from mmds.config import Config, load_config, rows_per_step
 from mmds.data.chat_tokenizer import ChatTokenizer
@@ -29,7 +34,7 @@ from mmds.stages import check_text_share
 
 def arguments() -> argparse.Namespace:
     """The command line; everything else is in the config."""
-    parser = argparse.ArgumentParser(description="Train one stage of a multimodal language model.")
+    parser = argparse.ArgumentParser(description="Train one stage of a multimodal model.", allow_abbrev=False)
     for flag, options in {
         "--config": {"required": True, "help": "JSON file of the run"},
         "--set": {
@@ -45,6 +50,7 @@ def arguments() -> argparse.Namespace:
         },
         "--max-steps": {"type": int, "metavar": "N", "help": "stop after step N, with a checkpoint"},
         "--dry-run": {"action": "store_true", "help": "print what the run would do, and stop"},
+        "--explain": {"metavar": "KEY", "help": "say what a key of the config means, and stop"},
         "--local_rank": {"type": int, "default": 0, "help": argparse.SUPPRESS},  # given by the launcher
     }.items():
         parser.add_argument(flag, **options)
@@ -120,7 +126,7 @@ def train(
         for step in steps:
             report = engine.step(step.rows)
             now = time.monotonic()
-            line = monitor.record(run, engine, report, step.rows, now - started, config.data.row_tokens)
+            line = monitor.record(run, engine, report, step.rows, now - started, config)
             bar.set_postfix_str(
                 f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s", refresh=False
             )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmds.config_decode import decode, plain
-from mmds.config_load import Blame, Document, expand, load_document
+from mmds.config_guards import check_recompute, check_together
+from mmds.config_keys import find
+from mmds.config_load import Document, expand, load_document
+from mmds.config_names import unknown_key
 from mmds.config_types import (
     CheckpointSection,
     DataSection,
@@ -23,9 +25,9 @@ from mmds.config_types import (
     ScheduleSection,
     StageSection,
 )
+from mmds.ds_keys import PATHS, WRITTEN_OUT
 from mmds.ds_schema import check_deepspeed
 from mmds.errors import ConfigError
-from mmds.jsonc import KeyPath
 from mmds.stages import STAGES, Rates, stage_rates
 
 __all__ = [
@@ -42,19 +44,6 @@ __all__ = [
     "load_config",
     "rows_per_step",
 ]
-
-# Values of DeepSpeed's keys that a run has when the file is silent. Written out, so that they can be read:
-# DeepSpeed's own clipping default is 1.0, and under bf16 it would accumulate gradients in bf16.
-_DEEPSPEED_DEFAULTS: dict[str, Any] = {
-    "gradient_clipping": 1.0,
-    "data_types": {"grad_accum_dtype": "fp32"},
-    "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}},
-}
-_DEEPSPEED_PATHS = (
-    ("tensorboard", "output_path"),
-    ("csv_monitor", "output_path"),
-    ("flops_profiler", "output_file"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +63,7 @@ class Config:
     recompute: RecomputeSection | None  # None: nothing is recomputed
     stop_after_skipped: int
     checkpoint: CheckpointSection
-    resolved: dict[
-        str, Any
-    ]  # the whole file with defaults and without extends, accepted by load_config again
+    resolved: dict[str, Any]  # the whole file with defaults and without extends; load_config accepts it
 
     @property
     def rates(self) -> Rates:
@@ -105,7 +92,7 @@ class Config:
 
     @property
     def deepspeed_recomputes(self) -> bool:
-        """True: blocks are recomputed by DeepSpeed's checkpoint function, which alone honours the keys that the section sets."""
+        """True: blocks are recomputed by DeepSpeed's checkpoint function, which alone honours the section's keys."""
         return any(self.deepspeed.get("activation_checkpointing", {}).values())
 
 
@@ -116,26 +103,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     wrong type or range, an unset variable in a path. Opens nothing but the file and those it extends.
     """
     document = load_document(path, overrides)
+    _check_removals(document)
     deepspeed = {key: copy.deepcopy(value) for key, value in document.value.items() if key != "mmds"}
     if "mmds" not in document.value:
         raise document.blame(
             ("mmds",), 'missing: the section that describes the run, "mmds": {"stage": ..., ...}'
         )
     section = decode(MmdsSection, document.value["mmds"], ("mmds",), document.blame)
-    _check_together(section, document.blame)
+    check_together(section, document.blame)
     _check_stage(section.stage, document)
     check_deepspeed(deepspeed, document.blame)
-    if section.recompute is not None and "activation_checkpointing" not in deepspeed:
-        path: KeyPath = ("mmds", "recompute")
-        raise document.blame(
-            path,
-            'acts only together with activation checkpointing: add "activation_checkpointing": {} at the top level',
-        )
-    _check_batch(deepspeed, document.blame)
-    for outer, inner in _DEEPSPEED_PATHS:
+    check_recompute(section.recompute, deepspeed.get("activation_checkpointing"), document.blame)
+    for outer, inner in PATHS:
         if inner in deepspeed.get(outer, {}):
             deepspeed[outer][inner] = expand(deepspeed[outer][inner], (outer, inner), document.blame)
     deepspeed = _with_defaults(deepspeed)
+    recompute = section.recompute or RecomputeSection() if "activation_checkpointing" in deepspeed else None
     resolved = {**copy.deepcopy(deepspeed), "mmds": plain(section)}
     return Config(
         path=Path(path),
@@ -148,9 +131,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         data=section.data,
         schedule=section.schedule,
         weighting=section.weighting,
-        recompute=(section.recompute or RecomputeSection())
-        if "activation_checkpointing" in deepspeed
-        else None,
+        recompute=recompute,
         stop_after_skipped=section.stop_after_skipped,
         checkpoint=section.checkpoint,
         resolved=resolved,
@@ -184,70 +165,30 @@ def rows_per_step(config: Config, world: int) -> tuple[int, int]:
 
 
 def _with_defaults(deepspeed: dict[str, Any]) -> dict[str, Any]:
-    merged = {**json.loads(json.dumps(_DEEPSPEED_DEFAULTS)), **deepspeed}
+    merged = {**copy.deepcopy(dict(WRITTEN_OUT)), **deepspeed}
     for outer in ("data_types", "optimizer"):
-        merged[outer] = {**_DEEPSPEED_DEFAULTS[outer], **merged[outer]}
+        merged[outer] = {**WRITTEN_OUT[outer], **merged[outer]}
     merged["optimizer"]["params"] = {
-        **_DEEPSPEED_DEFAULTS["optimizer"]["params"],
+        **WRITTEN_OUT["optimizer"]["params"],
         **merged["optimizer"]["params"],
     }
-    return merged
+    return copy.deepcopy(merged)
 
 
 def _check_stage(stage: StageSection, document: Document) -> None:
     try:
         stage_rates(stage)
     except ConfigError as error:
-        raise ConfigError(f"{document.place(('mmds', 'stage', 'rates'))}: {error}") from None
+        named = tuple(pattern for pattern in stage.rates if f'rates: "{pattern}"' in str(error))
+        place = document.place(("mmds", "stage", "rates", *named[:1]))
+        raise ConfigError(f"{place}: {error}") from None
 
 
-def _check_batch(deepspeed: dict[str, Any], blame: Blame) -> None:
-    if "train_batch_size" not in deepspeed and "gradient_accumulation_steps" not in deepspeed:
-        path: KeyPath = ("train_batch_size",)
-        raise blame(
-            path, "missing: give the rows of one step over all ranks (or gradient_accumulation_steps)"
-        )
-
-
-def _check_together(section: MmdsSection, blame: Blame) -> None:
-    """What no single key can show: alternatives, and keys that need each other."""
-    schedule = section.schedule
-    _exactly_one(("epochs", schedule.epochs), ("steps", schedule.steps), blame)
-    _exactly_one(("warmup_ratio", schedule.warmup_ratio), ("warmup_steps", schedule.warmup_steps), blame)
-    if schedule.steps is not None and (schedule.warmup_steps or 0) > schedule.steps:
-        path: KeyPath = ("mmds", "schedule", "warmup_steps")
-        raise blame(path, f"{schedule.warmup_steps} is more than the {schedule.steps} steps of the run")
-    names = [entry.name for entry in section.data.mix]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise blame(
-                ("mmds", "data", "mix", index, "name"), f'"{name}" is already the name of another entry'
-            )
-    if section.model is not None:
-        _check_encoder(section.model.encoder, blame)
-    elif section.init_from is None:
-        raise blame(
-            ("mmds", "model"), "missing: describe encoder, connector and decoder, or give mmds.init_from"
-        )
-
-
-def _exactly_one(first: tuple[str, Any], second: tuple[str, Any], blame: Blame) -> None:
-    if (first[1] is None) == (second[1] is None):
-        both = f"both are given: take one out, as in --set mmds.schedule.{first[0]}=null"
-        problem = "neither is given" if first[1] is None else both
-        raise blame(("mmds", "schedule"), f"{first[0]} or {second[0]}, exactly one: {problem}")
-
-
-def _check_encoder(encoder: EncoderSection, blame: Blame) -> None:
-    path: KeyPath = ("mmds", "model", "encoder")
-    if encoder.pretrained is None and not encoder.name.startswith("local-dir:"):
-        raise blame(
-            (*path, "pretrained"), 'missing: an open_clip tag, a weight file, or "random" for fresh weights'
-        )
-    if (encoder.mean is None) != (encoder.std is None):
-        raise blame(path, "mean and std belong together: give both or neither")
-    for key, values in (("mean", encoder.mean), ("std", encoder.std)):
-        if values is not None and (len(values) != 3 or (key == "std" and min(values) <= 0)):
-            raise blame(
-                (*path, key), "expected three numbers, one a channel" + (", above 0" if key == "std" else "")
-            )
+def _check_removals(document: Document) -> None:
+    """A null takes a key back to its default; under a name that is no key it would do nothing, in silence."""
+    for path in document.idle:
+        for depth in range(len(path)):
+            around, key = find(path[:depth]), path[: depth + 1]
+            if around is not None and not around.refused and find(key) is None:
+                problem = unknown_key(key, [below.name for below in around.keys])
+                raise document.blame(key, f"null removes nothing: {problem}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import math
 import types
 import typing
@@ -13,8 +11,8 @@ from typing import Any, TypeVar
 
 from mmds.config_load import Blame, expand
 from mmds.config_names import unknown_key
-from mmds.config_types import MmdsSection
-from mmds.jsonc import KeyPath, dotted
+from mmds.config_text import AUTO, bounds_text, show
+from mmds.jsonc import KeyPath
 
 Section = TypeVar("Section")
 
@@ -29,7 +27,7 @@ def decode(cls: type[Section], value: Any, path: KeyPath, blame: Blame) -> Secti
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in value:
         if key not in fields:
-            raise blame((*path, key), unknown_key((*path, key), fields, own_keys()))
+            raise blame((*path, key), unknown_key((*path, key), fields))
     hints = typing.get_type_hints(cls)
     found = {}
     for name, spec in fields.items():
@@ -51,35 +49,10 @@ def plain(value: Any) -> Any:
     return value
 
 
-def key_fields(cls: type, prefix: KeyPath) -> dict[KeyPath, dataclasses.Field[Any]]:
-    """Every key of a section and of the sections below it, e.g. ("mmds", "data", "mix", "path")."""
-    found: dict[KeyPath, dataclasses.Field[Any]] = {}
-    hints = typing.get_type_hints(cls)
-    for spec in dataclasses.fields(cls):
-        path = (*prefix, spec.name)
-        found[path] = spec
-        for inner in (hints[spec.name], *typing.get_args(hints[spec.name])):
-            if dataclasses.is_dataclass(inner) and isinstance(inner, type):
-                found.update(key_fields(inner, path))
-    return found
-
-
-@functools.cache
-def own_keys() -> Mapping[str, str]:
-    """Key name -> full path, for the keys of "mmds" whose name occurs once (and says enough alone)."""
-    paths = list(key_fields(MmdsSection, ("mmds",)))
-    names = [path[-1] for path in paths]
-    return {str(path[-1]): dotted(path) for path in paths if names.count(path[-1]) == 1}
-
-
-def show(value: Any) -> str:
-    """A JSON value as it stands in a message, at most 60 characters."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _value(hint: Any, about: Mapping[str, Any], value: Any, path: KeyPath, blame: Blame) -> Any:
     """One value of the type `hint`; nested sections, lists and pattern tables recurse."""
+    if value == "auto":
+        raise blame(path, f"{AUTO}, or take the key out ({about['doc']})")
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return None if value is None else _value(args[0], about, value, path, blame)
@@ -87,8 +60,7 @@ def _value(hint: Any, about: Mapping[str, Any], value: Any, path: KeyPath, blame
         short = about.get("shorthand") and isinstance(value, str)
         return decode(hint, {"name": value} if short else value, path, blame)
     if origin is tuple:
-        if not isinstance(value, list) or not value:
-            raise blame(path, f"expected a list with at least one item, got {show(value)}")
+        _check_list(value, about["size"], path, blame)
         return tuple(_value(args[0], about, item, (*path, i), blame) for i, item in enumerate(value))
     if origin is dict:
         if not isinstance(value, dict):
@@ -107,6 +79,13 @@ def _value(hint: Any, about: Mapping[str, Any], value: Any, path: KeyPath, blame
     return _expanded(value, path, blame) if about["path"] else value
 
 
+def _check_list(value: Any, size: int | None, path: KeyPath, blame: Blame) -> None:
+    if not isinstance(value, list) or not value:
+        raise blame(path, f"expected a list with at least one item, got {show(value)}")
+    if size is not None and len(value) != size:
+        raise blame(path, f"expected a list of {size} numbers, got {show(value)}")
+
+
 def _choice(args: tuple[Any, ...], about: Mapping[str, Any], value: Any, path: KeyPath, blame: Blame) -> Any:
     known = ", ".join(f'"{arg}"' for arg in args)
     if isinstance(value, str) and value in about["later"]:
@@ -117,25 +96,19 @@ def _choice(args: tuple[Any, ...], about: Mapping[str, Any], value: Any, path: K
 
 
 def _number(hint: type, about: Mapping[str, Any], value: Any, path: KeyPath, blame: Blame) -> int | float:
+    meant = f" ({about['doc']})" + (f": {about['hint']}" if about["hint"] else "")
     if isinstance(value, bool) or not isinstance(value, int if hint is int else (int, float)):
         kind = "an integer" if hint is int else "a number"
-        advice = (
-            ""
-            if not isinstance(value, str)
-            else ': "auto" has no meaning here'
-            if value == "auto"
-            else ", a string"
-        )
-        raise blame(path, f"expected {kind}, got {show(value)}{advice}")
-    least, most = about["least"], about["most"]
-    if (
-        (least is not None and value < least)
-        or (most is not None and value > most)
-        or not math.isfinite(value)
-    ):
-        low, high = "" if least is None else f"at least {least}", "" if most is None else f"at most {most}"
-        bounds = " and ".join(filter(None, (low, high)))
-        raise blame(path, f"expected {bounds}, got {show(value)} ({about['doc']})")
+        string = ", a string" if isinstance(value, str) else ""
+        raise blame(path, f"expected {kind}, got {show(value)}{string}{meant}")
+    least, above, most = about["least"], about["above"], about["most"]
+    inside = (
+        (least is None or value >= least)
+        and (above is None or value > above)
+        and (most is None or value <= most)
+    )
+    if not inside or not math.isfinite(value):
+        raise blame(path, f"expected {bounds_text(least, above, most)}, got {show(value)}{meant}")
     return value if hint is int else float(value)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,27 @@ _SET_KEY = re.compile(r'"((?:[^"\\])*)"|([^."=]+)')
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A merged configuration: the plain dict, and `file:line` or `--set KEY` for each key path."""
+    """A merged configuration: the plain dict, and `file:line` or `--set KEY` for each key path.
+
+    `idle`: where a null was written that removed nothing, which is right for a known key and a slip of the pen otherwise.
+    """
 
     name: str
     value: dict[str, Any]
     places: dict[KeyPath, str]
+    idle: tuple[KeyPath, ...] = ()
+
+    def get(self, path: KeyPath) -> Any:
+        """The value at a key path, or None where there is none; a section written as one string has its `name`."""
+        value: Any = self.value
+        for depth, part in enumerate(path):
+            if isinstance(value, str) and path[:depth] in SHORTHANDS:
+                value = {"name": value}
+            if isinstance(value, list) and isinstance(part, int) and part < len(value):
+                value = value[part]
+            else:
+                value = value.get(part) if isinstance(value, dict) else None
+        return value
 
     def place(self, path: KeyPath) -> str:
         """`file:line` or `--set KEY=VALUE` of the key, or of the nearest object around it."""
@@ -84,6 +100,7 @@ def _load_file(path: Path, chain: tuple[Path, ...]) -> Document:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: the file must hold one JSON object {{...}}")
     document = Document(name=str(path), value=value, places={key: f"{path}:{n}" for key, n in lines.items()})
+    _drop_schema(document)
     parent = value.pop("extends", None)
     empty = Document(name=str(path), value={}, places={})
     if parent is None:
@@ -92,6 +109,12 @@ def _load_file(path: Path, chain: tuple[Path, ...]) -> Document:
         raise document.blame(("extends",), "must be the path of one file, relative to this file")
     base = _load_file(path.parent / expand(parent, ("extends",), document.blame), (*chain, real))
     return _merged(base, document)
+
+
+def _drop_schema(document: Document) -> None:
+    """`"$schema"` tells an editor how to complete and check the file; it is no part of the run."""
+    if not isinstance(document.value.pop("$schema", ""), str):
+        raise document.blame(("$schema",), "must be the path or address of the schema, for editors")
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> str:
@@ -107,8 +130,12 @@ def _read(path: Path, chain: tuple[Path, ...]) -> str:
 
 
 def _merged(base: Document, over: Document) -> Document:
-    value = _merge(base.value, over.value, ())
-    return Document(name=over.name, value=value, places={**base.places, **over.places})
+    return Document(
+        name=over.name,
+        value=_merge(base.value, over.value, ()),
+        places={**base.places, **over.places},
+        idle=(*base.idle, *over.idle, *_idle_nulls(base.value, over.value, ())),
+    )
 
 
 def _merge(base: Any, over: Any, path: KeyPath) -> Any:
@@ -120,9 +147,29 @@ def _merge(base: Any, over: Any, path: KeyPath) -> Any:
     if isinstance(base, str) and path in SHORTHANDS:
         base = {"name": base}
     below = base if isinstance(base, dict) else {}
-    keep_null = path == _NULL_IS_A_VALUE
-    merged = {k: _merge(below.get(k), v, (*path, k)) for k, v in over.items() if v is not None or keep_null}
-    return {**merged, **{k: v for k, v in below.items() if k not in over}}
+    merged = {}
+    for key, value in over.items():
+        if value is None and path != _NULL_IS_A_VALUE:
+            continue
+        laid = _merge(below.get(key), value, (*path, key))
+        # An object of nulls alone says nothing, not even that the section is there.
+        if laid != {} or value == {} or key in below:
+            merged[key] = laid
+    return {**merged, **{key: value for key, value in below.items() if key not in over}}
+
+
+def _idle_nulls(base: Any, over: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Where `over` holds a null with nothing to remove in `base`."""
+    if isinstance(over, list):
+        for index, item in enumerate(over):
+            yield from _idle_nulls(None, item, (*path, index))
+    if not isinstance(over, dict) or path == _NULL_IS_A_VALUE:
+        return
+    below = base if isinstance(base, dict) else {}
+    for key, value in over.items():
+        if value is None and key not in below:
+            yield (*path, key)
+        yield from _idle_nulls(below.get(key), value, (*path, key))
 
 
 def _override(document: Document, text: str) -> Document:
@@ -131,9 +178,10 @@ def _override(document: Document, text: str) -> Document:
         raise ConfigError(f"--set {text}: extends is read from files only: give that file to --config")
     path, laid = _overlay(document.value, keys, value, (), text)
     place = f"--set {text}"
-    created = [path[:n] for n in range(1, len(path)) if not _holds_keys(document.value, path[:n])]
+    created = [path[:n] for n in range(1, len(path)) if not isinstance(document.get(path[:n]), (dict, list))]
     places = {key: place for key in (path, *created, *((*path, *below) for below in lines))}
-    return Document(name=document.name, value=laid, places=places)
+    idle = (path,) if value is None and document.get(path) is None else ()
+    return Document(name=document.name, value=laid, places=places, idle=idle)
 
 
 def _read_override(text: str) -> tuple[list[str], Any, dict[KeyPath, int]]:
@@ -174,12 +222,3 @@ def _overlay(base: Any, keys: list[str], value: Any, path: KeyPath, text: str) -
     below = base.get(head) if isinstance(base, dict) else None
     full, over = _overlay(below, rest, value, (*path, head), text)
     return full, {head: over}
-
-
-def _holds_keys(value: Any, path: KeyPath) -> bool:
-    for part in path:
-        if isinstance(value, list) and isinstance(part, int):
-            value = value[part]
-        else:
-            value = value.get(part) if isinstance(value, dict) else None
-    return isinstance(value, (dict, list))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
-from mmds.jsonc import KeyPath, dotted
-
-# Documented keys of "mmds" that this version does not have.
-NOT_YET = {"mmds.stage.lora", "mmds.data.holdout", "mmds.data.mix.weight", "mmds.eval"}
+from mmds.config_keys import LATER, NOT_YET, Key, named, pattern, walk, whole_tree
+from mmds.jsonc import KeyPath
 
 _ROW = "mmds.data.row_tokens (tokens a row)"
 _PIXELS = "mmds.data.max_pixels (height x width)"
@@ -39,9 +37,9 @@ FOREIGN: Mapping[str, str] = {
     **dict.fromkeys(
         ("learning_rate", "lr", "mm_projector_lr", "mm_vision_tower_lr", "aligner_lr", "vit_lr"), _RATES
     ),
-    "mm_tunable_parts": _RATES,
+    **dict.fromkeys(("mm_tunable_parts", "freeze_parameters", "trainable_parameters"), _RATES),
     "unfreeze_mm_vision_tower": 'mmds.stage "pretrain" (all parts train)',
-    "model_name_or_path": "mmds.model.decoder",
+    **dict.fromkeys(("model_name_or_path", "model_id_or_path", "model_path"), "mmds.model.decoder"),
     "vision_tower": "mmds.model.encoder",
     "mm_projector_type": "mmds.model.connector",
     "mm_vision_select_layer": "mmds.model.encoder.layer",
@@ -53,13 +51,18 @@ FOREIGN: Mapping[str, str] = {
     "max_steps": "mmds.schedule.steps",
     "lr_scheduler_type": "mmds.schedule.decay",
     "num_warmup_steps": "mmds.schedule.warmup_steps",
+    "optim": "optimizer.type (Adam or AdamW)",
     "weight_decay": "optimizer.params.weight_decay",
     "adam_beta1": "optimizer.params.betas",
     "adam_beta2": "optimizer.params.betas",
     "adam_epsilon": "optimizer.params.eps",
     "max_grad_norm": "gradient_clipping",
     "clip_grad": "gradient_clipping",
-    "gradient_checkpointing": '"activation_checkpointing": {} (present = on)',
+    **dict.fromkeys(
+        ("gradient_checkpointing", "vit_gradient_checkpointing"),
+        '"activation_checkpointing": {} (present = on; mmds.recompute says where)',
+    ),
+    **dict.fromkeys(("torch_dtype", "dtype", "pure_bf16"), '"bf16": {"enabled": true} (without it fp32)'),
     "save_steps": "mmds.checkpoint.every",
     "save_strategy": "mmds.checkpoint.every",
     "save_total_limit": "mmds.checkpoint.keep",
@@ -68,6 +71,7 @@ FOREIGN: Mapping[str, str] = {
     "logging_dir": "tensorboard.output_path",
 }
 
+_DATA = "data is prepared once and then read by index"
 _PACKED = "rows are always packed, and samples in a row never see each other"
 _TEMPLATE = "the decoder's own chat template is used"
 
@@ -75,6 +79,9 @@ _TEMPLATE = "the decoder's own chat template is used"
 NEEDLESS: Mapping[str, str] = {
     **dict.fromkeys(("packing", "neat_packing", "group_by_length", "group_by_modality_length"), _PACKED),
     **dict.fromkeys(("template", "chat_template", "conv_template"), _TEMPLATE),
+    **dict.fromkeys(("streaming", "lazy_preprocess", "lazy_tokenize", "overwrite_cache"), _DATA),
+    **dict.fromkeys(("flash_attn", "attn_impl", "attn_implementation", "padding_free"), _PACKED),
+    "remove_unused_columns": _DATA,
     "mm_vision_select_feature": "class and register tokens never reach the decoder",
     "logging_steps": "every step is logged",
     "deepspeed": "DeepSpeed's keys stand at the top level of this file",
@@ -85,28 +92,56 @@ LATER_NAMES = {
     "lora_r",
     "lora_rank",
     "lora_alpha",
+    "lora_dropout",
+    "lora_target",
+    "target_modules",
     "finetuning_type",
     "train_type",
     "eval_steps",
+    "eval_strategy",
+    "evaluation_strategy",
+    "val_size",
+    "split_dataset_ratio",
+    "image_grid_pinpoints",
+    "video_max_pixels",
 }
 
 
-def unknown_key(path: KeyPath, known: Collection[str], elsewhere: Mapping[str, str]) -> str:
+def unknown_key(path: KeyPath, known: Collection[str]) -> str:
     """The problem text for the unknown key `path[-1]`, where only the keys `known` may stand.
 
-    `elsewhere`: key name -> full path of mmds's own keys, for a right name in a wrong place.
+    Answered in this order: a key or name that comes later, a name from elsewhere, a right name in a wrong place, a slip of the
+    pen in the right place, and one in a wrong place.
     """
     name = str(path[-1])
-    if name in LATER_NAMES or dotted(tuple(part for part in path if isinstance(part, str))) in NOT_YET:
-        return "not yet supported: take the key out"
+    if name in LATER_NAMES or pattern(path) in NOT_YET:
+        return LATER
+    if name in ("extends", "$schema"):
+        return f'unknown key in this place: "{name}" stands at the top level of a file'
     if name in FOREIGN:
         return f"unknown key: here it is {FOREIGN[name]}"
     if name in NEEDLESS:
         return f"unknown key, and none is needed: {NEEDLESS[name]}"
-    if name in elsewhere:
-        return f"unknown key in this place: it belongs at {elsewhere[name]}"
-    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-        return f'unknown key: did you mean "{near[0]}"?'
-    if far := difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.75):
-        return f"unknown key: did you mean {elsewhere[far[0]]}?"
+    near = "".join(difflib.get_close_matches(name, known, n=1, cutoff=0.6))
+    if there := _elsewhere(named(name, deep=not near)):
+        return f"unknown key in this place{there}" + (f', or did you mean "{near}" here?' if near else "")
+    if near:
+        return f'unknown key: did you mean "{near}"?'
+    names = {key.name: key for key in walk(whole_tree(deep=True)) if not key.refused}
+    if far := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+        return f"unknown key: did you mean {_place(names[far[0]])}?"
     return f"unknown key: the keys here are {', '.join(sorted(known))}"
+
+
+def _elsewhere(keys: Sequence[Key]) -> str:
+    """Where a key of this name belongs, when the name says enough alone."""
+    if not 0 < len(keys) < 3:
+        return ""
+    places = [_place(key) for key in keys if not key.refused]
+    if places:
+        return f": it belongs at {' or '.join(places)}"
+    return f", and refused at {keys[0].path}: {keys[0].refused}"
+
+
+def _place(key: Key) -> str:
+    return key.path if "." in key.path else f"{key.path} (at the top level)"

@@ -11,17 +11,31 @@ def about(
     doc: str,
     *,
     least: float | None = None,
+    above: float | None = None,
     most: float | None = None,
+    size: int | None = None,
     path: bool = False,
     shorthand: bool = False,
     later: tuple[str, ...] = (),
+    hint: str = "",
 ) -> Mapping[str, Any]:
-    """What a field holds: meaning with unit, inclusive bounds of its number(s), and how it is read.
+    """What a field holds: meaning with unit, bounds of its number(s), items of its list, and how it is read.
 
-    `path`: `~` and `${VAR}` are expanded. `shorthand`: one string stands for `{"name": string}`.
-    `later`: documented values that are refused as not yet supported.
+    `least` and `most` are allowed, `above` is not. `path`: `~` and `${VAR}` are expanded. `shorthand`: one string stands for
+    `{"name": string}`. `later`: documented values that are refused as not yet supported. `hint`: what to say to a number
+    that was perhaps meant in another unit.
     """
-    return {"doc": doc, "least": least, "most": most, "path": path, "shorthand": shorthand, "later": later}
+    return dict(
+        doc=doc,
+        least=least,
+        above=above,
+        most=most,
+        size=size,
+        path=path,
+        shorthand=shorthand,
+        later=later,
+        hint=hint,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +43,20 @@ class StageSection:
     """Which row of the stage table, and this run's departures from it."""
 
     name: Literal["align", "pretrain", "instruct"] = field(
-        metadata=about("row of the stage table", later=("finetune",))
+        metadata=about("row of the stage table: what trains, and how fast", later=("finetune",))
     )
     rates: dict[str, float | None] = field(
         default_factory=dict,
         metadata=about(
-            "parameter pattern -> learning rate, or null = frozen; tried before the row's patterns", most=1
+            "parameter pattern -> learning rate, or null = frozen; tried before the row's patterns",
+            most=1,
         ),
     )
     min_text_only: float | None = field(
         default=None,
-        metadata=about("least share of text-only samples (0..1); null = the row's", least=0, most=1),
+        metadata=about(
+            "least share of text-only samples; null = the row's", least=0, most=1, hint="5 % is 0.05"
+        ),
     )
     max_decoder_rate: float | None = field(
         default=None,
@@ -67,11 +84,11 @@ class EncoderSection:
     )
     mean: tuple[float, ...] | None = field(
         default=None,
-        metadata=about("3 channel means (RGB, of values 0..1); null = the tower's own", least=0, most=1),
+        metadata=about("channel means, RGB; null = the tower's own; with std", least=0, most=1, size=3),
     )
     std: tuple[float, ...] | None = field(
         default=None,
-        metadata=about("3 channel deviations (RGB, of values 0..1); null = the tower's own", most=1),
+        metadata=about("channel deviations, RGB; null = the tower's own; with mean", above=0, most=1, size=3),
     )
 
 
@@ -89,13 +106,16 @@ class ModelSection:
 
     encoder: EncoderSection = field(metadata=about("vision tower"))
     connector: Literal["linear", "mlp2x", "merge_mlp"] = field(
-        metadata=about("encoder vectors -> visual tokens", later=("resampler",))
+        metadata=about("encoder vectors -> visual tokens; merge_mlp joins 2 x 2", later=("resampler",))
     )
-    decoder: DecoderSection = field(metadata=about("language model: name or {name, random}", shorthand=True))
+    decoder: DecoderSection = field(metadata=about("language model: its name, or an object", shorthand=True))
     resolution: Literal["fixed"] = field(
-        default="fixed", metadata=about("how an image is resized", later=("anyres", "native"))
+        default="fixed",
+        metadata=about("every image is resized to the encoder's square", later=("anyres", "native")),
     )
-    positions: Literal["1d"] = field(default="1d", metadata=about("position ids in a row", later=("mrope",)))
+    positions: Literal["1d"] = field(
+        default="1d", metadata=about("position ids count tokens, from 0 in each sample", later=("mrope",))
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +123,7 @@ class MixEntry:
     """One source of samples."""
 
     name: str = field(metadata=about("shown in logs; unique in the mix"))
-    path: str = field(metadata=about("shard folder, or a raw .json/.jsonl file", path=True))
+    path: str = field(metadata=about("shard folder, or a raw .json / .jsonl file (prepared once)", path=True))
     images: str | None = field(
         default=None, metadata=about("folder that image paths of a raw file are relative to", path=True)
     )
@@ -118,11 +138,13 @@ class DataSection:
     max_pixels: int | None = field(
         default=None,
         metadata=about(
-            "most pixels (height x width) the encoder receives for one image; null = the row's", least=1
+            "most pixels (height x width) the encoder receives for one image; null = the stage's",
+            least=1024,
+            hint="an area: a side of 336 pixels is 336 x 336 = 112896",
         ),
     )
     on_bad_sample: Literal["raise", "skip"] = field(
-        default="raise", metadata=about("a sample that cannot be read: stop, or count and leave out")
+        default="raise", metadata=about("a sample that cannot be read: stop, or count, list and leave out")
     )
     on_long_sample: Literal["drop", "raise"] = field(
         default="drop", metadata=about("a sample longer than row_tokens: count and leave out, or stop")
@@ -136,14 +158,27 @@ class DataSection:
 class ScheduleSection:
     """How long, and how the rates of the table are scaled over the steps."""
 
-    epochs: int | None = field(default=None, metadata=about("passes over the mix (or give steps)", least=1))
-    steps: int | None = field(default=None, metadata=about("optimizer steps (or give epochs)", least=1))
+    epochs: int | None = field(
+        default=None,
+        metadata=about("passes over the mix; this or steps", least=1, hint="for a part of a pass give steps"),
+    )
+    steps: int | None = field(default=None, metadata=about("optimizer steps; this or epochs", least=1))
     warmup_ratio: float | None = field(
         default=None,
-        metadata=about("share of the steps with rising rate (or give warmup_steps)", least=0, most=1),
+        metadata=about(
+            "share of the steps with rising rate; this or warmup_steps",
+            least=0,
+            most=1,
+            hint="for a number of steps give warmup_steps",
+        ),
     )
     warmup_steps: int | None = field(
-        default=None, metadata=about("steps with rising rate (or give warmup_ratio)", least=0)
+        default=None,
+        metadata=about(
+            "steps with rising rate (0 = none); this or warmup_ratio",
+            least=0,
+            hint="for a share of the steps give warmup_ratio",
+        ),
     )
     decay: Literal["cosine", "linear", "constant"] = field(
         default="cosine", metadata=about("shape after the warm-up; cosine and linear end at 0")
@@ -155,7 +190,7 @@ class CheckpointSection:
     """When to save, and how many to keep."""
 
     every: int | None = field(
-        default=None, metadata=about("optimizer steps between saves; null = none", least=1)
+        default=None, metadata=about("optimizer steps between saves; null = none on the way", least=1)
     )
     keep: int = field(default=2, metadata=about("newest checkpoints that stay on disk", least=1))
 
@@ -181,18 +216,22 @@ class RecomputeSection:
 class MmdsSection:
     """The whole `"mmds"` object."""
 
-    stage: StageSection = field(metadata=about("row name or {name, rates, min_text_only}", shorthand=True))
+    stage: StageSection = field(
+        metadata=about("row of the stage table: its name, or an object", shorthand=True)
+    )
     init_from: str | None = field(
         default=None,
         metadata=about("model folder, run folder, or hub name that the parts start from", path=True),
     )
     output_dir: str = field(metadata=about("run folder", path=True))
     seed: int = field(
-        default=42, metadata=about("of order, fresh weights and dropout", least=0, most=2**32 - 1)
+        default=42, metadata=about("of sample order, fresh weights and dropout", least=0, most=2**32 - 1)
     )
-    model: ModelSection | None = field(default=None, metadata=about("may be absent with init_from"))
-    data: DataSection = field(metadata=about("what is read"))
-    schedule: ScheduleSection = field(metadata=about("how long"))
+    model: ModelSection | None = field(
+        default=None, metadata=about("the three parts; may be absent with init_from")
+    )
+    data: DataSection = field(metadata=about("what is read, and how rows are filled"))
+    schedule: ScheduleSection = field(metadata=about("how long, and the shape of the rates"))
     weighting: Literal["token", "sample", "sqrt"] = field(
         default="token",
         metadata=about(
@@ -207,4 +246,6 @@ class MmdsSection:
         default=5,
         metadata=about("steps in a row without an update (non-finite gradient) that end the run", least=1),
     )
-    checkpoint: CheckpointSection = field(default_factory=CheckpointSection, metadata=about("when to save"))
+    checkpoint: CheckpointSection = field(
+        default_factory=CheckpointSection, metadata=about("when to save, and how many to keep")
+    )

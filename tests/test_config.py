@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from small_config import Write, writer
+from small_config import SMALL, Write, writer
 
 from mmds.config import load_config, rows_per_step
-from mmds.config_decode import key_fields
-from mmds.config_types import MmdsSection
 from mmds.errors import ConfigError
 
 
@@ -69,6 +66,7 @@ def test_what_deepspeed_would_assume_in_silence_is_written_out(write: Write) -> 
         ["mmds.model=null", "mmds.init_from=runs/before", "bf16.enabled=true", "activation_checkpointing={}"],
         ["mmds.model.encoder.mean=[0.5, 0.5, 0.5]", "mmds.model.encoder.std=[0.5, 0.5, 0.5]"],
         ['mmds.schedule={"epochs": null, "steps": 7, "warmup_ratio": null, "warmup_steps": 0}'],
+        ["activation_checkpointing={}", "mmds.recompute.decoder=2", "mmds.weighting=sample"],
     ],
 )
 def test_the_resolved_run_is_accepted_again_and_means_the_same(write: Write, overrides: list[str]) -> None:
@@ -76,7 +74,7 @@ def test_the_resolved_run_is_accepted_again_and_means_the_same(write: Write, ove
     second = load_config(write(first.resolved, "config.json"))
     assert second.resolved == first.resolved
     assert second.deepspeed == first.deepspeed
-    for name in ("stage", "init_from", "output_dir", "seed", "model", "data", "schedule", "checkpoint"):
+    for name in (field.name for field in dataclasses.fields(first) if field.name != "path"):
         assert getattr(second, name) == getattr(first, name)
     assert list(second.stage.rates) == list(first.stage.rates)
 
@@ -119,17 +117,62 @@ def test_rows_that_do_not_divide_are_refused_with_the_neighbours(
     assert says in str(error.value)
 
 
-def test_the_reference_page_lists_every_key_with_its_default() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "config.md").read_text(encoding="utf-8")
-    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `mmds.")]
-    listed = {cells[0].strip("| `").replace("[]", ""): cells[2].strip("` ") for cells in rows}
-    fields = key_fields(MmdsSection, ("mmds",))
-    for path, spec in fields.items():
-        if any(other[:-1] == path for other in fields):
-            continue  # a section: its keys are listed
-        if spec.default is not dataclasses.MISSING:
-            expected = json.dumps(spec.default)
-        else:
-            expected = "required" if spec.default_factory is dataclasses.MISSING else "{}"
-        assert listed.pop(".".join(map(str, path))) == expected, path
-    assert not listed, "the page lists keys that do not exist"
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], None),
+        (["activation_checkpointing={}"], {"encoder": 1, "connector": 1, "decoder": 1}),
+        (
+            ["activation_checkpointing={}", "mmds.recompute.decoder=2", "mmds.recompute.encoder=0"],
+            {"encoder": 0, "connector": 1, "decoder": 2},
+        ),
+        (
+            ["activation_checkpointing={}", 'mmds.recompute={"connector": 0}'],
+            {"encoder": 1, "connector": 0, "decoder": 1},
+        ),
+    ],
+)
+def test_activation_checkpointing_turns_recomputation_on_and_recompute_refines_it(
+    write: Write, overrides: list[str], expected: dict[str, int] | None
+) -> None:
+    found = load_config(write(), overrides).recompute
+    assert (None if found is None else dataclasses.asdict(found)) == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "deepspeeds"),
+    [
+        ("{}", False),
+        ('{"cpu_checkpointing": false, "profile": false}', False),
+        ('{"partition_activations": false}', False),
+        ('{"cpu_checkpointing": true}', True),
+        ('{"profile": true}', True),
+        ('{"synchronize_checkpoint_boundary": true}', True),
+    ],
+)
+def test_a_key_of_deepspeeds_checkpointing_that_is_true_asks_for_deepspeeds_function(
+    write: Write, section: str, deepspeeds: bool
+) -> None:
+    assert load_config(write(), [f"activation_checkpointing={section}"]).deepspeed_recomputes is deepspeeds
+
+
+def test_weighting_and_the_limit_of_skipped_steps_reach_the_run(write: Write) -> None:
+    silent, said = load_config(write()), ["mmds.weighting=sqrt", "mmds.stop_after_skipped=1"]
+    assert (silent.weighting, silent.stop_after_skipped) == ("token", 5)
+    config = load_config(write(), said)
+    assert (config.weighting, config.stop_after_skipped) == ("sqrt", 1)
+    assert config.resolved["mmds"]["weighting"] == "sqrt"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_zero_stage_may_be_asked_for(write: Write, stage: int) -> None:
+    assert load_config(write(), [f"zero_optimization.stage={stage}"]).zero_stage == stage
+
+
+def test_schema_in_a_file_is_for_editors_and_reaches_neither_the_run_nor_deepspeed(
+    write: Write, tmp_path: Path
+) -> None:
+    write({"$schema": "schema.json", **SMALL}, "base.json")
+    config = load_config(write({"$schema": "schema.json", "extends": "base.json"}))
+    assert "$schema" not in config.resolved and "$schema" not in config.deepspeed
+    assert config.resolved == load_config(write(SMALL)).resolved

@@ -27,6 +27,12 @@ def write(tmp_path: Path) -> Write:
         ("mmds.zzz=1", "mmds.zzz: unknown key: the keys here are checkpoint, data, init_from"),
         ("row_tokens=9", "row_tokens: unknown key in this place: it belongs at mmds.data.row_tokens"),
         ("mmds.row_tokens=9", "it belongs at mmds.data.row_tokens"),
+        ("mmds.path=x", "it belongs at mmds.data.mix[].path"),
+        ("mmds.gradient_clipping=1", "it belongs at gradient_clipping (at the top level)"),
+        ("mmds.data.stage=align", "it belongs at zero_optimization.stage or mmds.stage"),
+        ("optimizer.betas=[0.9, 0.95]", "it belongs at optimizer.params.betas"),
+        ("reduce_bucket_size=1", "it belongs at zero_optimization.reduce_bucket_size"),
+        ("mmds.scheduler={}", "refused at scheduler: the schedule belongs to mmds"),
         ("gradient_clipp1ng=1", 'gradient_clipp1ng: unknown key: did you mean "gradient_clipping"?'),
         ("bf_16={}", 'did you mean "bf16"?'),
         ("zero_optimisation={}", 'did you mean "zero_optimization"?'),
@@ -70,16 +76,13 @@ def test_names_of_other_trainers_are_answered_with_ours(
         "mmds.data.holdout=0.1",
         "mmds.data.mix.0.weight=1",
         'mmds.eval={"every": 5}',
-        "mmds.recompute={}",
         "mmds.stage.lora={}",
         "mmds.stage=finetune",
         "mmds.model.resolution=anyres",
         "mmds.model.resolution=native",
         "mmds.model.positions=mrope",
         "mmds.model.connector=resampler",
-        "zero_optimization.stage=2",
-        "zero_optimization.stage=0",
-        'zero_optimization.offload_optimizer={"device": "cpu"}',
+        'zero_optimization.offload_optimizer={"device": "cpu", "nvme_path": "/disk"}',
         'zero_optimization.offload_param={"device": "nvme"}',
         "zero_optimization.zero_quantized_weights=true",
         "hybrid_engine={}",
@@ -91,6 +94,111 @@ def test_documented_keys_of_later_versions_are_refused_as_not_yet_supported(
     message = refusal(write(), override)
     assert "not yet supported" in message
     assert override.split("=")[0].split(".")[-1] in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["mmds.recompute={}"],
+            'mmds.recompute: acts only with activation checkpointing: add "activation_checkpointing": {}',
+        ),
+        (
+            [
+                'mmds.recompute={"encoder": 0, "connector": 0, "decoder": 0}',
+                'activation_checkpointing={"profile": true}',
+            ],
+            "activation_checkpointing.profile: has no effect: mmds.recompute is 0 for every part",
+        ),
+        (
+            ["mmds.recompute.connector=2"],
+            "mmds.recompute.connector: expected at least 0 and at most 1, got 2",
+        ),
+        (["mmds.recompute.decoder=-1"], "mmds.recompute.decoder: expected at least 0, got -1"),
+        (["mmds.recompute.encoder=true"], "mmds.recompute.encoder: expected an integer, got true"),
+        (
+            ["mmds.weighting=tokens"],
+            'mmds.weighting: expected one of "token", "sample", "sqrt", got "tokens"',
+        ),
+        (["mmds.stop_after_skipped=0"], "mmds.stop_after_skipped: expected at least 1, got 0"),
+        (["mmds.stop_after_skipped=null", "mmds.stop_after_skiped=3"], 'did you mean "stop_after_skipped"?'),
+    ],
+)
+def test_recompute_weighting_and_skipped_steps_hold_only_what_can_act(
+    write: Write, overrides: list[str], says: str
+) -> None:
+    assert says in refusal(write(), *overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("mmds.output_dir=auto", 'mmds.output_dir: "auto" has no meaning here'),
+        (
+            "mmds.model.encoder.pretrained=auto",
+            '"auto" has no meaning here: write the value, or take the key out',
+        ),
+        ("mmds.model.encoder.norm=auto", '"auto" has no meaning here'),
+        ("mmds.schedule.decay=auto", '"auto" has no meaning here'),
+        ("mmds.model.decoder=auto", 'mmds.model.decoder: "auto" has no meaning here'),
+        (
+            'mmds.stage.rates={"decoder.*": "auto"}',
+            'mmds.stage.rates."decoder.*": "auto" has no meaning here',
+        ),
+        ("mmds.data=auto", 'mmds.data: "auto" has no meaning here'),
+    ],
+)
+def test_auto_is_refused_wherever_it_stands(write: Write, override: str, says: str) -> None:
+    assert says in refusal(write(), override)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("mmds.schedule.warmup_ratio=3", "for a number of steps give warmup_steps"),
+        ("mmds.schedule.warmup_steps=0.03", "for a share of the steps give warmup_ratio"),
+        ("mmds.schedule.epochs=0.5", "for a part of a pass give steps"),
+        ("mmds.stage.min_text_only=5", "5 % is 0.05"),
+        ("mmds.data.max_pixels=336", "a side of 336 pixels is 336 x 336 = 112896"),
+    ],
+)
+def test_a_number_in_another_unit_is_answered_with_the_right_one(
+    write: Write, override: str, says: str
+) -> None:
+    assert refusal(write(), override).endswith(says)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["mmds.data.mix.0.images=pictures"],
+            "mmds.data.mix[0].images: acts only on a raw .json or .jsonl file",
+        ),
+        (
+            ["mmds.model.encoder.name=local-dir:tower", "mmds.model.encoder.pretrained=openai"],
+            "mmds.model.encoder.pretrained: has no effect: local-dir:tower brings its own weights",
+        ),
+        (
+            ["mmds.init_from=runs/before"],
+            'mmds.model.encoder.pretrained: "random" has no effect: the weights come from',
+        ),
+        (
+            ["mmds.init_from=m", "mmds.model.encoder.pretrained=openai", "mmds.model.decoder.random=true"],
+            "mmds.model.decoder.random: true has no effect: the weights come from init_from",
+        ),
+        (
+            ["mmds.init_from=runs/test/", "mmds.model=null"],
+            "mmds.output_dir: is the run that init_from names (runs/test/)",
+        ),
+    ],
+)
+def test_a_key_that_another_one_makes_idle_is_refused(write: Write, overrides: list[str], says: str) -> None:
+    assert says in refusal(write(), *overrides)
+
+
+def test_extends_inside_a_section_is_told_its_place(write: Write) -> None:
+    assert '"extends" stands at the top level of a file' in refusal(write(), "mmds.data.extends=base.json")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +218,11 @@ def test_documented_keys_of_later_versions_are_refused_as_not_yet_supported(
         ("mmds.model.encoder.norm=1", "expected true or false, got 1"),
         ("mmds.model.encoder.activation=relu", 'expected one of "gelu", "quick_gelu", got "relu"'),
         ("mmds.model.encoder.mean=[0.5, 0.5, 0.5]", "mean and std belong together"),
+        ("mmds.model.encoder.mean=[0.5, 0.5]", "expected a list of 3 numbers, got [0.5, 0.5]"),
+        (
+            "mmds.model.encoder.std=[0.5, 0.5, 0]",
+            "mmds.model.encoder.std[2]: expected above 0 and at most 1, got 0",
+        ),
         ("mmds.model.encoder.pretrained=null", "mmds.model.encoder.pretrained: missing"),
         ("mmds.model=null", "mmds.model: missing"),
         (

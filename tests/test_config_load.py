@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_config import SMALL, Write, refusal, writer
 
 from mmds.config import load_config
-from mmds.config_decode import key_fields
+from mmds.config_keys import own_tree, walk
 from mmds.config_load import SHORTHANDS
-from mmds.config_types import MmdsSection
 
 
 @pytest.fixture
@@ -33,6 +33,57 @@ def test_extends_merges_objects_replaces_lists_and_removes_by_null(write: Write)
     assert (config.data.workers, config.data.row_tokens, config.seed) == (1, 128, 7)
     assert (config.schedule.epochs, config.schedule.steps) == (None, 9)
     assert "steps_per_print" not in config.deepspeed and "extends" not in config.resolved
+
+
+@pytest.mark.parametrize(
+    ("child", "overrides", "says"),
+    [
+        (
+            {"tensorbord": None},
+            [],
+            'run.json:3: tensorbord: null removes nothing: unknown key: did you mean "tensorboard"?',
+        ),
+        (
+            {"mmds": {"schedule": {"epoch": None}}},
+            [],
+            'null removes nothing: unknown key: did you mean "epochs"?',
+        ),
+        ({"tensorbord": {"enabled": None}}, [], "tensorbord: null removes nothing"),
+        ({"zero_optimization": {"overlap_com": None}}, [], 'did you mean "overlap_comm"?'),
+        ({}, ["mmds.data.mix.0.imags=null"], 'did you mean "images"?'),
+        (
+            {},
+            ["mmds.sed=null"],
+            '--set mmds.sed=null: mmds.sed: null removes nothing: unknown key: did you mean "seed"?',
+        ),
+        ({"mmds": {"model": {"num_train_epochs": None}}}, [], "here it is mmds.schedule.epochs"),
+    ],
+)
+def test_a_null_that_removes_nothing_is_refused_unless_the_key_is_known(
+    write: Write, child: dict[str, Any], overrides: list[str], says: str
+) -> None:
+    write(SMALL, "base.json")
+    assert says in refusal(write({"extends": "base.json", **child}), *overrides)
+
+
+def test_a_null_takes_out_what_a_base_file_holds_known_or_not(write: Write) -> None:
+    write({**SMALL, "scheduler": {"type": "WarmupLR"}, "someone_elses": 1}, "base.json")
+    gone = {"extends": "base.json", "scheduler": None, "someone_elses": None, "tensorboard": None}
+    assert load_config(write(gone)).deepspeed.keys().isdisjoint(gone)
+    assert load_config(write(SMALL), ["scheduler=null", "mmds.init_from=null", "mmds.recompute.decoder=null"])
+
+
+def test_an_object_of_nulls_does_not_turn_its_section_on(write: Write) -> None:
+    assert load_config(write(), ["activation_checkpointing.profile=null"]).recompute is None
+    assert load_config(write(), ["activation_checkpointing={}"]).recompute is not None
+    write(SMALL, "base.json")
+    top = {"extends": "base.json", "activation_checkpointing": {"profile": None}, "wandb": {"team": None}}
+    assert load_config(write(top)).deepspeed == load_config(write(SMALL)).deepspeed
+
+
+def test_schema_must_be_text_and_stands_in_files_only(write: Write) -> None:
+    assert "$schema: must be the path" in refusal(write({"$schema": 3, **SMALL}))
+    assert "stands at the top level of a file" in refusal(write(), "$schema=schema.json")
 
 
 def test_extends_is_relative_to_its_own_file(write: Write, tmp_path: Path) -> None:
@@ -91,8 +142,7 @@ def test_set_reaches_into_a_section_that_was_written_as_a_string(write: Write) -
 
 
 def test_the_sections_that_may_be_strings_are_the_same_for_merging_and_for_reading() -> None:
-    fields = key_fields(MmdsSection, ("mmds",))
-    assert {path for path, spec in fields.items() if spec.metadata["shorthand"]} == SHORTHANDS
+    assert {tuple(key.path.split(".")) for key in walk(own_tree()) if key.shorthand} == SHORTHANDS
 
 
 @pytest.mark.parametrize(
@@ -142,20 +192,21 @@ def test_home_and_variables_are_expanded_in_every_path(write: Write, monkeypatch
     overrides = [
         "mmds.output_dir=~/runs",
         "mmds.init_from=${MMDS_TEST_DATA}/m",
-        "mmds.model.encoder.name=local-dir:~/tower",
         "mmds.model.encoder.pretrained=${MMDS_TEST_DATA}/w.pt",
         "mmds.model.decoder=${MMDS_TEST_DATA}/${MMDS_TEST_DATA}",
-        'mmds.data.mix=[{"name": "a", "path": "~/s", "images": "${MMDS_TEST_DATA}/i"}]',
+        'mmds.data.mix=[{"name": "a", "path": "~/s.jsonl", "images": "${MMDS_TEST_DATA}/i"}]',
         "tensorboard.output_path=~/tb",
     ]
     config = load_config(write(), overrides)
     assert config.model is not None
     assert (config.output_dir, config.init_from) == ("/home/ann/runs", "/big/disk/m")
-    assert config.model.encoder.name == "local-dir:/home/ann/tower"
     assert config.model.encoder.pretrained == "/big/disk/w.pt"
     assert config.model.decoder.name == "/big/disk//big/disk"
-    assert (config.data.mix[0].path, config.data.mix[0].images) == ("/home/ann/s", "/big/disk/i")
+    assert (config.data.mix[0].path, config.data.mix[0].images) == ("/home/ann/s.jsonl", "/big/disk/i")
     assert config.deepspeed["tensorboard"]["output_path"] == "/home/ann/tb"
+    folder = ["mmds.model.encoder.name=local-dir:~/tower", "mmds.model.encoder.pretrained=null"]
+    model = load_config(write(), folder).model
+    assert model is not None and model.encoder.name == "local-dir:/home/ann/tower"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""What no single key of "mmds" can show: alternatives, keys that need each other, and keys that another one makes idle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from mmds.config_load import Blame
+from mmds.config_types import (
+    EncoderSection,
+    MixEntry,
+    MmdsSection,
+    ModelSection,
+    RecomputeSection,
+    ScheduleSection,
+)
+from mmds.jsonc import KeyPath
+
+
+def check_together(section: MmdsSection, blame: Blame) -> None:
+    """Refuse keys that contradict each other. Raises the ConfigError that `blame(key path, problem)` makes."""
+    _check_schedule(section.schedule, blame)
+    _check_mix(section.data.mix, blame)
+    if section.model is not None:
+        _check_encoder(section.model.encoder, blame)
+    if section.init_from is not None:
+        _check_start(section.init_from, section, blame)
+    elif section.model is None:
+        raise blame(
+            ("mmds", "model"), "missing: describe encoder, connector and decoder, or give mmds.init_from"
+        )
+
+
+def check_recompute(
+    recompute: RecomputeSection | None, checkpointing: Mapping[str, Any] | None, blame: Blame
+) -> None:
+    """Refuse `mmds.recompute` without `activation_checkpointing`, and keys of the latter where nothing is recomputed."""
+    if recompute is None:
+        return
+    if checkpointing is None:
+        raise blame(
+            ("mmds", "recompute"),
+            'acts only with activation checkpointing: add "activation_checkpointing": {} at the top level',
+        )
+    idle = [key for key, value in checkpointing.items() if value]
+    if idle and recompute == RecomputeSection(encoder=0, connector=0, decoder=0):
+        raise blame(
+            ("activation_checkpointing", idle[0]),
+            "has no effect: mmds.recompute is 0 for every part; take one of the two out",
+        )
+
+
+def _check_schedule(schedule: ScheduleSection, blame: Blame) -> None:
+    _exactly_one(("epochs", schedule.epochs), ("steps", schedule.steps), blame)
+    _exactly_one(("warmup_ratio", schedule.warmup_ratio), ("warmup_steps", schedule.warmup_steps), blame)
+    if schedule.steps is not None and (schedule.warmup_steps or 0) > schedule.steps:
+        path: KeyPath = ("mmds", "schedule", "warmup_steps")
+        raise blame(path, f"{schedule.warmup_steps} is more than the {schedule.steps} steps of the run")
+
+
+def _exactly_one(first: tuple[str, Any], second: tuple[str, Any], blame: Blame) -> None:
+    if (first[1] is None) == (second[1] is None):
+        both = f"both are given: take one out, as in --set mmds.schedule.{first[0]}=null"
+        problem = "neither is given" if first[1] is None else both
+        raise blame(("mmds", "schedule"), f"{first[0]} or {second[0]}, exactly one: {problem}")
+
+
+def _check_mix(mix: tuple[MixEntry, ...], blame: Blame) -> None:
+    names = [entry.name for entry in mix]
+    for index, entry in enumerate(mix):
+        path: KeyPath = ("mmds", "data", "mix", index)
+        if entry.name in names[:index]:
+            raise blame((*path, "name"), f'"{entry.name}" is already the name of another entry')
+        if entry.images is not None and not entry.path.endswith((".json", ".jsonl")):
+            raise blame(
+                (*path, "images"),
+                f"acts only on a raw .json or .jsonl file: the shards {entry.path} hold their images; take it out",
+            )
+
+
+def _check_encoder(encoder: EncoderSection, blame: Blame) -> None:
+    path: KeyPath = ("mmds", "model", "encoder")
+    folder = encoder.name.startswith("local-dir:")
+    if encoder.pretrained is None and not folder:
+        raise blame(
+            (*path, "pretrained"), 'missing: an open_clip tag, a weight file, or "random" for fresh weights'
+        )
+    if folder and encoder.pretrained not in (None, "random"):
+        raise blame(
+            (*path, "pretrained"),
+            f'has no effect: {encoder.name} brings its own weights; take the key out, or write "random"',
+        )
+    if (encoder.mean is None) != (encoder.std is None):
+        raise blame(path, "mean and std belong together: give both or neither")
+
+
+def _check_start(init_from: str, section: MmdsSection, blame: Blame) -> None:
+    if os.path.normpath(init_from) == os.path.normpath(section.output_dir):
+        raise blame(
+            ("mmds", "output_dir"),
+            f"is the run that init_from names ({init_from}): a stage writes to a folder of its own. To go on with an "
+            "interrupted run take init_from out; it resumes by itself",
+        )
+    if section.model is not None:
+        for path, word in _fresh_weights(section.model):
+            raise blame(
+                path, f"{word} has no effect: the weights come from init_from; take one of the two out"
+            )
+
+
+def _fresh_weights(model: ModelSection) -> list[tuple[KeyPath, str]]:
+    """Where a model asks for fresh weights."""
+    fresh: list[tuple[KeyPath, str]] = []
+    if model.encoder.pretrained == "random":
+        fresh.append((("mmds", "model", "encoder", "pretrained"), '"random"'))
+    if model.decoder.random:
+        fresh.append((("mmds", "model", "decoder", "random"), "true"))
+    return fresh
