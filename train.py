@@ -24,10 +24,12 @@ from mmds.data.mixture import ensure_mixture, open_mixture, plan_run
 from mmds.dry_run import dry_run
 from mmds.engine import Engine
 from mmds.engine.assemble import assemble
+from mmds.engine.ending import describe
 from mmds.engine.launch import launched_rank, launched_world, start_ranks, stop_ranks
-from mmds.errors import MmdsError
+from mmds.engine.machine import check_shared_memory
 from mmds.model.build import build_geometry, build_light, find_source
 from mmds.model.decoder import fetch, load_tokenizer
+from mmds.model.encoder import describe_pruned
 from mmds.monitor import RunFolder
 from mmds.stages import check_text_share
 
@@ -85,31 +87,23 @@ def main(args: argparse.Namespace) -> None:
             mixture = open_mixture(config.data, tokenizer.fingerprint)
             check_text_share(mixture.text_only_share, config.stage)
             plan = plan_run(config, mixture, geometry, rows=rows)
+            check_shared_memory(mixture, plan, geometry, config.data.workers)
 
         engine = assemble(config, source, encoder, connector, ranks, total_steps=plan.total_steps)
         state = checkpoint.RunState.of(engine, plan.fingerprint)
         found = checkpoint.resume(engine, run.path / "checkpoints", state, args.resume)
         with ranks.together("describing the run"):
             summary = monitor.plan_summary(plan, mixture.text_only_share)
-            run.begin(
-                engine.step_index, config.resolved, summary, resumed=str(found), clipping=config.clipping
-            )
+            facts = {"clipping": config.clipping, "pruned": describe_pruned(encoder.pruned)}
+            run.begin(engine.step_index, config.resolved, summary, resumed=str(found), **facts)
             export.write_parts(run.path, engine, encoder.spec, tokenizer.hf, config)
 
         stop = plan.total_steps if args.max_steps is None else min(plan.total_steps, args.max_steps)
+        where = {"rank": ranks.rank, "world": ranks.world, "accumulation": accumulation}
         steps = StepLoader(
-            mixture,
-            plan,
-            geometry,
-            rank=ranks.rank,
-            world=ranks.world,
-            accumulation=accumulation,
-            workers=config.data.workers,
-            on_bad=config.data.on_bad_sample,
-            start_step=engine.step_index,
-            stop_step=stop,
-            interpolation=encoder.spec.interpolation,
-        )
+            mixture, plan, geometry, **where, workers=config.data.workers, on_bad=config.data.on_bad_sample,
+            start_step=engine.step_index, stop_step=stop, interpolation=encoder.spec.interpolation
+        )  # fmt: skip
         train(config, engine, steps, run, state, plan.total_steps)
         if stop == plan.total_steps:
             export.write_model(engine, run.path, run.path / "model")
@@ -141,5 +135,5 @@ def train(
 if __name__ == "__main__":
     try:
         main(arguments())
-    except MmdsError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    except Exception as error:
+        sys.exit(describe(error))

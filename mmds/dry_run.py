@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,26 +13,41 @@ from mmds.data.chat_tokenizer import ChatTokenizer
 from mmds.data.loader import load_sample
 from mmds.data.mixture import Mixture, ensure_mixture, open_mixture, plan_run
 from mmds.data.rows import IGNORE, Row, build_row
+from mmds.engine.launch import launched_rank
 from mmds.engine.schedule import warmup_steps
 from mmds.geometry import Geometry
 from mmds.model.build import Source, build_geometry, describe_light
-from mmds.model.connector import Connector
 from mmds.model.decoder import load_config, load_tokenizer
-from mmds.model.encoder import Encoder
+from mmds.model.encoder import describe_pruned
 from mmds.model.qualify import qualify
 from mmds.planner import RunPlan
-from mmds.stages import assign_rates, check_text_share
+from mmds.stages import PARTS, assign_rates, check_text_share
+
+WEIGHTINGS = {"token": "its supervised tokens", "sample": "1", "sqrt": "the root of its supervised tokens"}
+
+OTHER_RANKS = (1, 2, 4, 8, 16)
+"""Rank counts whose step is shown when each count makes another step."""
 
 
 def dry_run(config: Config, source: Source, world: int) -> None:
-    """Print the resolved run, what trains, the step's size and the first row with its supervised tokens marked."""
+    """Print the resolved run, what trains, the step's size and the first row with its supervised tokens marked.
+
+    world: ranks that the launcher started; the first of them prints. Raises what the run itself would, before it reads a weight.
+    """
+    if launched_rank():
+        return
     print(json.dumps(config.resolved, indent=2))
     decoder_config = load_config(source.decoder_name)
     qualify(decoder_config)
     with torch.device("meta"):
         llm = AutoModelForCausalLM.from_config(decoder_config)
     encoder, connector = describe_light(source)
-    print(_trainable_table(config, encoder, connector, llm))
+    sizes = {f"encoder.{n}": p.numel() for n, p in encoder.named_parameters()}
+    sizes |= {f"connector.{n}": p.numel() for n, p in connector.named_parameters()}
+    sizes |= {f"decoder.llm.{n}": p.numel() for n, p in llm.named_parameters()}
+    rates = assign_rates(sizes, config.rates)
+    print(f"\n{rate_table(sizes, rates)}\n\n{total_table(sizes, rates, encoder.pruned)}")
+    print(f"pruned from the encoder: {describe_pruned(encoder.pruned)}\n")
     tokenizer = ChatTokenizer(load_tokenizer(source.decoder_name))
     ensure_mixture(config.data, tokenizer)
     mixture = open_mixture(config.data, tokenizer.fingerprint)
@@ -41,6 +56,9 @@ def dry_run(config: Config, source: Source, world: int) -> None:
     rows, accumulation = rows_per_step(config, world)
     plan = plan_run(config, mixture, geometry, rows=rows)
     print(_step_table(config, plan, mixture, geometry, world, accumulation))
+    encoder_trains = any(rate is not None for name, rate in rates.items() if name.startswith("encoder."))
+    print(_engine_table(config, encoder_trains))
+    print(f"\n{rank_table(config, world, samples_a_row=_samples_a_row(plan))}\n")
     first = [
         load_sample(mixture, int(i), geometry, encoder.spec.interpolation)
         for i in plan.rows_for(0, 0, 0, world=world)
@@ -70,18 +88,67 @@ def _runs(row: Row, positions: Iterable[int], slots: set[int]) -> list[tuple[str
     return runs
 
 
-def _trainable_table(config: Config, encoder: Encoder, connector: Connector, llm: torch.nn.Module) -> str:
-    sizes = {f"encoder.{n}": p.numel() for n, p in encoder.named_parameters()}
-    sizes |= {f"connector.{n}": p.numel() for n, p in connector.named_parameters()}
-    sizes |= {f"decoder.llm.{n}": p.numel() for n, p in llm.named_parameters()}
-    rates = assign_rates(sizes, config.rates)
-    lines = [f"{'part':<10} {'parameters':>15} {'rate':>10}"]
-    rows: dict[tuple[str, float | None], int] = {}
+def rate_table(sizes: Mapping[str, int], rates: Mapping[str, float | None]) -> str:
+    """Parameters of each part by their rate. sizes, rates: by parameter name; None = frozen."""
+    counts: dict[tuple[str, float | None], int] = {}
     for name, rate in rates.items():
-        rows[name.split(".")[0], rate] = rows.get((name.split(".")[0], rate), 0) + sizes[name]
-    for (part, rate), count in rows.items():
-        lines.append(f"{part:<10} {count:>15,} {'frozen' if rate is None else f'{rate:g}':>10}")
-    return "\n".join(lines)
+        key = name.split(".")[0], rate
+        counts[key] = counts.get(key, 0) + sizes[name]
+    rows = [(part, f"{n:,}", "frozen" if rate is None else f"{rate:g}") for (part, rate), n in counts.items()]
+    return _table(("part", "parameters", "rate"), rows)
+
+
+def total_table(
+    sizes: Mapping[str, int], rates: Mapping[str, float | None], pruned: Mapping[str, int]
+) -> str:
+    """Trained, frozen and pruned parameters of each part and of all. pruned: `Encoder.pruned`."""
+    rows, sums = [], [0, 0, 0]
+    for part in PARTS:
+        names = [name for name in sizes if name.split(".")[0] == part]
+        trained = sum(sizes[name] for name in names if rates[name] is not None)
+        gone = sum(pruned.values()) if part == "encoder" else 0
+        counts = (trained, sum(sizes[name] for name in names) - trained, gone)
+        sums = [total + n for total, n in zip(sums, counts, strict=True)]
+        rows.append((part, *(f"{n:,}" for n in counts)))
+    rows.append(("all", *(f"{n:,}" for n in sums)))
+    return _table(("", "trained", "frozen", "pruned"), rows)
+
+
+def rank_table(config: Config, world: int, *, samples_a_row: float) -> str:
+    """The step on other numbers of ranks: the same rows shared out anew, or, where the file fixes only the micro-steps, other rows."""
+    rows, accumulation = rows_per_step(config, world)
+    if "train_batch_size" not in config.deepspeed:
+        counts = sorted({*OTHER_RANKS, world})
+    elif "gradient_accumulation_steps" not in config.deepspeed:
+        counts = [ranks for ranks in range(1, rows + 1) if rows % ranks == 0]
+    else:
+        counts = [world]
+    lines = []
+    for ranks in counts:
+        rows, accumulation = rows_per_step(config, ranks)
+        tokens, samples = rows * config.data.row_tokens, rows * samples_a_row
+        here = "this run" if ranks == world else ""
+        lines.append((str(ranks), str(accumulation), str(rows), f"{tokens:,}", f"{samples:,.0f}", here))
+    return _table(("ranks", "micro-steps", "rows a step", "tokens at most", "samples about", ""), lines)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width, the first one flush left."""
+    lines = [head, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    shown = [
+        [
+            line[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+        ]
+        for line in lines
+    ]
+    return "\n".join("  ".join(cells).rstrip() for cells in shown)
+
+
+def _samples_a_row(plan: RunPlan) -> float:
+    first = plan.epoch(0)
+    return len(first.samples) / first.rows
 
 
 def _step_table(
@@ -90,17 +157,46 @@ def _step_table(
     first = plan.epoch(0)
     tokens = int(mixture.lengths(geometry)[first.samples].sum())
     supervised = sum(int(shards.supervised.sum()) for shards in mixture.sets)
-    facts = {
-        "ranks": world,
-        "rows a step": f"{plan.rows_per_step} = {world} ranks x {accumulation} micro-steps",
-        "tokens a step": f"{tokens / first.steps:,.0f} of {plan.rows_per_step * config.data.row_tokens:,}",
-        "samples a step": f"{len(first.samples) / first.steps:,.1f}",
-        "visual tokens an image": geometry.plan(geometry.image_size, geometry.image_size).visual_tokens,
-        "samples": f"{len(mixture):,}, text-only {mixture.text_only_share:.1%}, too long {len(plan.dropped):,}",
-        "supervised tokens": f"{supervised:,} an epoch",
-        "steps": f"{plan.total_steps:,}, warm-up {warmup_steps(config.schedule, plan.total_steps):,}",
-        "clipping": f"{config.clipping:g}" if config.clipping else "off",
-        "precision": "bf16, fp32 masters" if config.bf16 else "fp32",
-        "recompute": "every block that back-propagates" if config.recompute else "off",
-    }
+    return _facts(
+        {
+            "ranks": str(world),
+            "rows a step": f"{plan.rows_per_step} = {world} ranks x {accumulation} micro-steps of one row",
+            "tokens a step": f"{tokens / first.steps:,.0f} of {plan.rows_per_step * config.data.row_tokens:,}",
+            "samples a step": f"{len(first.samples) / first.steps:,.1f}",
+            "visual tokens an image": str(
+                geometry.plan(geometry.image_size, geometry.image_size).visual_tokens
+            ),
+            "samples": f"{len(mixture):,}, text-only {mixture.text_only_share:.1%}, too long {len(plan.dropped):,}",
+            "supervised tokens": f"{supervised:,} an epoch",
+            "steps": f"{plan.total_steps:,}, warm-up {warmup_steps(config.schedule, plan.total_steps):,}",
+        }
+    )
+
+
+def _engine_table(config: Config, encoder_trains: bool) -> str:
+    offload = config.deepspeed["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+    return _facts(
+        {
+            "weight of a sample": f"{config.weighting}: {WEIGHTINGS[config.weighting]}",
+            "clipping": f"gradient norm {config.clipping:g}" if config.clipping else "off",
+            "precision": "bf16, fp32 masters" if config.bf16 else "fp32",
+            "ZeRO": f"ZeRO-{config.zero_stage}"
+            + ("" if offload == "none" else f", optimizer states in the memory of the {offload.upper()}"),
+            "recompute": _recomputed(config, encoder_trains),
+        }
+    )
+
+
+def _recomputed(config: Config, encoder_trains: bool) -> str:
+    if config.recompute is None:
+        return "off"
+    shown = []
+    for part in PARTS:
+        n = int(getattr(config.recompute, part))
+        words = {0: "no block", 1: "every block"}.get(n, f"blocks 0, {n}, {2 * n}, ...")
+        shown.append(f"{part} {words if encoder_trains or part != 'encoder' else 'frozen'}")
+    return ", ".join(shown) + (" (DeepSpeed's function)" if config.deepspeed_recomputes else "")
+
+
+def _facts(facts: Mapping[str, str]) -> str:
     return "\n".join(f"{key:<24}{value}" for key, value in facts.items())

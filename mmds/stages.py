@@ -8,6 +8,9 @@ stage 1.5; instruct = LLaVA "finetune" or stage 2.
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,6 +19,8 @@ from mmds.config_types import StageSection
 from mmds.errors import ConfigError
 
 Rates = tuple[tuple[str, float | None], ...]
+
+PARTS = ("encoder", "connector", "decoder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +62,13 @@ STAGES: Mapping[str, StageRow] = {
 def stage_rates(stage: StageSection) -> Rates:
     """The ordered patterns of a run: its own first, then the row's (less those that the run repeats).
 
-    Raises ConfigError where a pattern or rate cannot be meant: no part's name, rate 0, a pattern hidden by an
-    earlier one of the run, or a decoder rate above the stage's ceiling.
+    Raises ConfigError, with the line that overrides it, where a pattern or rate cannot be meant: no part's name, rate 0, a
+    pattern hidden by an earlier one of the run, or a decoder rate above the stage's ceiling.
     """
-    own = tuple(stage.rates.items())
-    for position, (pattern, rate) in enumerate(own):
-        _check_pattern(pattern, rate, earlier=[p for p, _ in own[:position]])
-    merged = own + tuple((p, rate) for p, rate in STAGES[stage.name].rates if p not in stage.rates)
+    for pattern, rate in stage.rates.items():
+        _check_pattern(pattern, rate, stage.rates)
+    row = STAGES[stage.name].rates
+    merged = (*stage.rates.items(), *((p, rate) for p, rate in row if p not in stage.rates))
     _check_ceiling(merged, stage)
     return merged
 
@@ -71,26 +76,22 @@ def stage_rates(stage: StageSection) -> Rates:
 def assign_rates(names: Iterable[str], rates: Sequence[tuple[str, float | None]]) -> dict[str, float | None]:
     """The rate of every parameter name, or None where it is frozen. First match wins.
 
-    Raises ConfigError for a parameter that no pattern covers, and for a pattern that matches no parameter: a
-    renamed module must not stay frozen, or train, in silence.
+    Raises ConfigError, with the line that overrides it, for a parameter that no pattern covers, for a pattern that matches no
+    parameter, and for one whose parameters all go to earlier patterns (a row's own may be hidden so): a renamed module must
+    not stay frozen, or train, in silence.
     """
     names = list(names)
     assigned: dict[str, float | None] = {}
+    winners: dict[str, str] = {}
     for name in names:
-        for pattern, rate in rates:
-            if fnmatchcase(name, pattern):
-                assigned[name] = rate
-                break
-        else:
+        winner = next(((p, rate) for p, rate in rates if fnmatchcase(name, p)), None)
+        if winner is None:
             raise ConfigError(
-                f"mmds.stage.rates: no pattern covers the parameter {name}: add a pattern with rate or null"
+                f"mmds.stage.rates: no pattern covers the parameter {name}: give it a rate, or freeze it with\n"
+                f"    {_set_rates({name: None})}"
             )
-    for pattern, _ in rates:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = ", ".join(names[:3]) or "none"
-            raise ConfigError(
-                f'mmds.stage.rates: "{pattern}" matches no parameter (there are, e.g., {near}): correct it'
-            )
+        winners[name], assigned[name] = winner
+    _check_acting(rates, winners)
     return assigned
 
 
@@ -114,33 +115,86 @@ def check_text_share(share: float, stage: StageSection) -> None:
         )
 
 
-def _check_pattern(pattern: str, rate: float | None, earlier: Sequence[str]) -> None:
+def _check_pattern(pattern: str, rate: float | None, own: Mapping[str, float | None]) -> None:
     where = f'mmds.stage.rates: "{pattern}"'
-    if pattern[:1] not in ("*", "?", "[") and not pattern.startswith(("encoder", "connector", "decoder")):
+    if not any(_may_match_below(pattern, f"{part}.") for part in PARTS):
+        others = {p: r for p, r in own.items() if p != pattern}
         raise ConfigError(
-            f'{where} can match nothing: names start with "encoder.", "connector." or "decoder."'
+            f'{where} can match nothing: names start with "encoder.", "connector." or "decoder.": correct it, or leave it '
+            f"out with\n    {_replace_rates(others)}"
         )
     if rate is not None and rate <= 0:
-        raise ConfigError(f"{where} has the rate {rate:g}: a rate is above 0, and frozen is null")
-    for other in earlier:
-        if fnmatchcase(pattern, other):
+        raise ConfigError(
+            f"{where} has the rate {rate:g}: a rate is above 0, and frozen is null:\n"
+            f"    {_replace_rates({**own, pattern: None})}"
+        )
+    for other in own:
+        if other == pattern:
+            return
+        if _takes_all(other, pattern):
+            swapped = [p for p in own if p != pattern]
+            swapped.insert(swapped.index(other), pattern)
             raise ConfigError(
-                f'{where} stands after "{other}", which takes all that it matches: put it before'
+                f'{where} stands after "{other}", which takes all that it matches: put it before, as with\n'
+                f"    {_replace_rates({p: own[p] for p in swapped})}"
             )
+
+
+def _check_acting(rates: Sequence[tuple[str, float | None]], winners: Mapping[str, str]) -> None:
+    """winners: the pattern that decides, for each parameter name."""
+    acting, of_rows = set(winners.values()), {p for row in STAGES.values() for p, _ in row.rates}
+    for pattern, _ in rates:
+        matched = [name for name in winners if fnmatchcase(name, pattern)]
+        if matched and (pattern in acting or pattern in of_rows):
+            continue
+        problem = f"matches no parameter (there are, e.g., {', '.join([*winners][:3]) or 'none'}): correct it"
+        if matched:
+            earlier = winners[matched[0]]
+            problem = f'decides nothing, for all that it matches goes to earlier ones such as "{earlier}": put it before'
+        rest: dict[str, float | None] = {}
+        for other, rate in rates:
+            if other != pattern and not any(_takes_all(before, other) for before in rest):
+                rest[other] = rate
+        raise ConfigError(
+            f'mmds.stage.rates: "{pattern}" {problem}, or leave it out with\n    {_replace_rates(rest)}'
+        )
 
 
 def _check_ceiling(rates: Rates, stage: StageSection) -> None:
     row = STAGES[stage.name]
     ceiling = row.max_decoder_rate if stage.max_decoder_rate is None else stage.max_decoder_rate
+    above: dict[str, float] = {}
     for pattern, rate in rates:
-        touches_decoder = pattern.startswith("decoder") or fnmatchcase(
-            "decoder.model.layers.0.weight", pattern
+        if rate is not None and rate > ceiling and _may_match_below(pattern, "decoder."):
+            above[pattern] = rate
+        if _takes_all(pattern, "decoder.*"):
+            break  # later patterns no longer reach the decoder
+    if above:
+        shown = ", ".join(f'"{pattern}" trains the decoder at {rate:g}' for pattern, rate in above.items())
+        raise ConfigError(
+            f"mmds.stage.rates: {shown}, above {ceiling:g}: a rate made for the connector alone destroys a pretrained decoder. "
+            f"Lower it, or override with\n    --set mmds.stage.max_decoder_rate={json.dumps(max(above.values()))}"
         )
-        if rate is not None and rate > ceiling and touches_decoder:
-            raise ConfigError(
-                f'mmds.stage.rates: "{pattern}" trains the decoder at {rate:g}, above {ceiling:g}: a rate '
-                f"made for the connector alone destroys a pretrained decoder. Lower it, or override with\n"
-                f"    --set mmds.stage.max_decoder_rate={rate:g}"
-            )
-        if pattern in ("decoder.*", "*"):
-            return  # later patterns no longer reach the decoder
+
+
+def _takes_all(first: str, second: str) -> bool:
+    """Whether pattern `first` matches every name that pattern `second` does, judged by its shortest and by long unusual names."""
+    longest = second.replace("*", "\0\0\0").replace("?", "\0")
+    shortest = second.replace("*", "").replace("?", "\0")
+    return fnmatchcase(longest, first) and fnmatchcase(shortest, first)
+
+
+def _may_match_below(pattern: str, start: str) -> bool:
+    """Whether a pattern can match some name that begins with `start`."""
+    ends = (token.end() for token in re.finditer(r"\[!?\]?[^\]]*\]|.", pattern, re.DOTALL))
+    return any(fnmatchcase(start, pattern[:end]) for end in ends)
+
+
+def _set_rates(rates: Mapping[str, float | None]) -> str:
+    """The words for a shell that put `rates` before all others."""
+    return f"--set {shlex.quote('mmds.stage.rates=' + json.dumps(dict(rates)))}"
+
+
+def _replace_rates(rates: Mapping[str, float | None]) -> str:
+    """The words for a shell that make `rates` the only ones before the row's."""
+    return "--set mmds.stage.rates=null" + (f" {_set_rates(rates)}" if rates else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -25,7 +26,7 @@ def test_rank_0_alone_cannot_write_and_every_rank_says_so(runs: Runs) -> None:
     (runs.work / "unwritable/starts.jsonl").mkdir(parents=True)
     ended = runs.fails(runs.config("unwritable"))
     assert all("Is a directory" in output and "starts.jsonl" in output for output in ended.outputs)
-    assert "opening the run folder failed on rank 0" in ended.outputs[1]
+    assert "rank 0" in ended.outputs[1] and "opening the run folder failed" in ended.outputs[1]
 
 
 def test_an_output_folder_below_a_file_ends_every_rank(runs: Runs) -> None:
@@ -133,15 +134,88 @@ def test_a_shard_of_the_right_size_that_one_rank_cannot_read_ends_every_rank(run
 
 
 def test_a_sample_that_one_rank_cannot_read_ends_every_rank_and_is_named(runs: Runs) -> None:
-    arguments = runs.config("bad", data=runs.data("bad-data"))
-    shutil.copytree(runs.work / "data", runs.work / "bad-data", ignore=shutil.ignore_patterns(".cache"))
+    ended = runs.fails(with_a_torn_sample(runs, "bad"))
+    assert not any("Traceback" in output for output in ended.outputs)
+    last = [[line for line in output.splitlines() if line][-2:] for output in ended.outputs]
+    told, short = sorted(last, key=lambda lines: " stopped: " in lines[-1])
+    assert re.fullmatch(r"rank \d on .+ failed:", told[0]) and re.match("DataError: .*llava:sign", told[1])
+    assert re.match(r"rank \d stopped: rank \d failed: DataError: .*llava:sign", short[-1])
+    assert not (runs.work / "bad" / "run.lock").exists()  # every rank has unwound
+
+
+TORN = "DataError: sample seven is torn:\nits picture ends too soon\n"
+ENDINGS = {
+    # case: codes, the lines of the others, the last words
+    "fails_in_a_step": ([1, 1, 1], r"rank {} stopped: rank 1 failed: DataError: sample seven is torn:", TORN),
+    "first_rank_fails": (
+        [1, 1, 1],
+        r"rank {} stopped: rank 0 failed: RuntimeError: a kernel was unhappy",
+        "RuntimeError: a kernel was unhappy\n",
+    ),
+    "fails_together": (
+        [1, 1, 1],
+        r"rank {} stopped: .*reading the weights failed.*DataError: sample seven is torn:",
+        TORN,
+    ),
+    "stuck": ([1, 1, 1], r"rank {} stopped: rank 1 failed: DataError: sample seven is torn:", TORN),
+    "killed": (
+        [1, -9, 1],
+        r"rank {} stopped: rank [02] failed: .*",
+        r"the process of another rank has ended without a word",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+def test_every_rank_ends_soon_and_the_failing_one_has_the_last_word(runs: Runs, case: str) -> None:
+    codes, line, last = ENDINGS[case]
+    terminal = runs.work / f"{case}.txt"
+    ended = runs.forks.run([case, str(terminal)], script="tests/worker_ending.py", world=3, check=False)
+    text = terminal.read_text()
+    assert ended.codes == codes and ended.seconds_after_failure < 12, text
+    heading = re.search(r"^rank (\d) on .+ failed:$", text, re.MULTILINE)
+    assert heading is not None, text
+    before, after = text[: heading.start()], text[heading.end() :]
+    others = {rank for rank, code in enumerate(codes) if code == 1} - {int(heading[1])}
+    assert all(len(re.findall(line.format(rank), before)) == 1 for rank in others), text
+    assert "Traceback" not in before and " stopped: " not in after and "[c10d]" not in text, text
+    assert after.endswith(last) if case != "killed" else last in after, text
+
+
+def test_ranks_that_fail_each_in_its_own_way_are_all_told_whole(runs: Runs) -> None:
+    terminal = runs.work / "two_fail.txt"
+    ended = runs.forks.run(["two_fail", str(terminal)], script="tests/worker_ending.py", world=3, check=False)
+    text = terminal.read_text()
+    assert ended.codes == [1, 1, 1], text
+    for rank in (1, 2):
+        assert text.count(f"\nDataError: shard of rank {rank} is torn\n") == 1, text
+
+
+def test_ranks_that_lose_the_first_one_without_a_word_end_by_themselves(runs: Runs) -> None:
+    terminal = runs.work / "first_rank_killed.txt"
+    ended = runs.forks.run(
+        ["first_rank_killed", str(terminal)], script="tests/worker_ending.py", world=3, check=False
+    )
+    assert ended.codes == [-9, 1, 1] and ended.seconds_after_failure < 12
+    for rank in (1, 2):
+        assert f"rank {rank} stopped: the process of rank 0 has ended" in terminal.read_text()
+
+
+def test_ranks_that_end_well_say_nothing(runs: Runs) -> None:
+    terminal = runs.work / "none_fails.txt"
+    runs.forks.run(["none_fails", str(terminal)], script="tests/worker_ending.py")
+    assert terminal.read_text() == ""
+
+
+def with_a_torn_sample(runs: Runs, name: str) -> list[str]:
+    """--config of a run whose sample llava:sign has a picture that cannot be read; it is in the second step."""
+    data = runs.data(f"{name}-data")
+    arguments = runs.config(name, data=data)
+    shutil.copytree(runs.work / "data", runs.work / f"{name}-data", ignore=shutil.ignore_patterns(".cache"))
     config = load_config(arguments[1])
     ensure_mixture(config.data, ChatTokenizer(load_tokenizer(str(runs.work / "decoder"))))
     spoil_picture(prepared_folder(config.data.mix[0].path), b"sign")
-    ended = runs.fails(arguments)
-    named = [output for output in ended.outputs if "DataError" in output and "llava:sign" in output]
-    assert len(named) == 1
-    assert "Traceback" not in named[0]
+    return arguments
 
 
 def spoil_picture(prepared: Path, key: bytes) -> None:

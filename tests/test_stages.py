@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -113,6 +114,20 @@ def test_a_high_rate_that_does_not_reach_the_decoder_is_fine() -> None:
     assert stage_rates(StageSection(name="instruct", rates=own))[:2] == (("decoder.*", 1e-5), ("*", 1e-3))
 
 
+def test_a_pattern_whose_parameters_all_go_to_earlier_ones_is_an_error() -> None:
+    own = {"decoder.model.*": None, "decoder.lm_head.*": 1e-5, "decoder.*.weight": 2e-5}
+    with pytest.raises(ConfigError, match=r'"decoder\.\*\.weight" decides nothing.*"decoder\.model\.\*"'):
+        rates_of(StageSection(name="instruct", rates=own))
+
+
+def test_a_wider_pattern_may_stand_after_a_narrower_one() -> None:
+    names = [f"decoder.layers.{block}.mlp.weight" for block in (3, 12)]
+    rates = stage_rates(
+        StageSection(name="instruct", rates={"decoder.layers.?.*": 1e-6, "decoder.layers.*.*": 3e-6})
+    )
+    assert assign_rates(names, rates[:2]) == {names[0]: 1e-6, names[1]: 3e-6}
+
+
 def write_run(folder: Path, stage: Any) -> Path:
     path = folder / "run.json"
     run = {
@@ -147,6 +162,71 @@ def test_enough_text_passes_and_align_needs_none() -> None:
     assert check_text_share(0.0, StageSection(name="align")) is None
     with pytest.raises(ConfigError, match='stage "align" wants at least 10.0%'):
         check_text_share(0.09, StageSection(name="align", min_text_only=0.1))
+
+
+def as_typed(line: str) -> list[str]:
+    """The overrides that a shell makes of a printed line."""
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True
+    ).stdout.split("\0")[:-1]
+    assert words[::2] == ["--set"] * (len(words) // 2)
+    return words[1::2]
+
+
+# own patterns that are refused -> what the printed line makes of some parameters
+OVERRIDDEN: dict[str, tuple[dict[str, float | None], dict[str, float | None]]] = {
+    "a connector's rate on the decoder": (
+        {"decoder.*": 0.0012345612, "*.weight": 0.9},
+        {"decoder.lm_head.weight": 0.0012345612},
+    ),
+    "two rates above the ceiling": (
+        {"decoder.lm_head.*": 1e-3, "decoder.*": 2e-3},
+        {"decoder.lm_head.weight": 1e-3, "decoder.model.embed_tokens.weight": 2e-3},
+    ),
+    "a pattern that reaches the decoder by its end": (
+        {"*.lm_head.*": 1e-3},
+        {"decoder.lm_head.weight": 1e-3, "decoder.model.embed_tokens.weight": 2e-5},
+    ),
+    "another trainer's name": (
+        {"vision_tower.*": None, "decoder.lm_head.*": None},
+        {"decoder.lm_head.weight": None, "encoder.conv1.weight": None},
+    ),
+    "a rate of 0": (
+        {"decoder.lm_head.*": 1e-5, "decoder.*": 0.0},
+        {"decoder.lm_head.weight": 1e-5, "decoder.model.embed_tokens.weight": None},
+    ),
+    "a hidden pattern": (
+        {"connector.*": 1e-4, "decoder.*": 1e-5, "decoder.lm_head.*": None},
+        {"decoder.lm_head.weight": None, "decoder.model.embed_tokens.weight": 1e-5, "connector.2.bias": 1e-4},
+    ),
+    "a pattern without parameters": (
+        {"decoder.blocks.*": None, "encoder.conv1.*": 1e-6, "*": 1e-5},
+        {"decoder.lm_head.weight": 1e-5, "encoder.conv1.weight": 1e-6, "connector.2.bias": 1e-5},
+    ),
+    "a pattern that decides nothing": (
+        {"decoder.model.*": None, "decoder.lm_head.*": 1e-5, "decoder.*.weight": 2e-5},
+        {"decoder.lm_head.weight": 1e-5, "decoder.model.embed_tokens.weight": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OVERRIDDEN)
+def test_the_printed_line_pasted_into_a_shell_makes_the_run_pass(tmp_path: Path, case: str) -> None:
+    own, meant = OVERRIDDEN[case]
+    path = write_run(tmp_path, {"name": "instruct", "rates": own})
+    with pytest.raises(ConfigError) as error:
+        assign_rates(NAMES, load_config(path).rates)
+    typed = as_typed(str(error.value).splitlines()[-1].strip())
+    assigned = assign_rates(NAMES, load_config(path, typed).rates)
+    assert {name: assigned[name] for name in meant} == meant
+
+
+def test_the_printed_line_for_an_uncovered_parameter_freezes_it(tmp_path: Path) -> None:
+    path, name = write_run(tmp_path, "instruct"), "decoder.model.embed_tokens.weight"
+    with pytest.raises(ConfigError, match=f"no pattern covers the parameter {name}") as error:
+        assign_rates(NAMES, load_config(path).rates[:2])
+    typed = as_typed(str(error.value).splitlines()[-1].strip())
+    assert load_config(path, typed).rates[0] == (name, None)
 
 
 def test_the_printed_line_for_a_decoder_rate_overrides_it(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from mmds import cpu_bf16
 from mmds.config import Config, RecomputeSection, rows_per_step
 from mmds.engine.core import Engine, deepspeed_config, parameter_groups
 from mmds.engine.launch import Ranks
+from mmds.engine.machine import check_compiler
 from mmds.engine.schedule import rate_factor, warmup_steps
 from mmds.engine.zero import deepspeed_checkpoint, partitioned_loading, whole_tensors
 from mmds.errors import CheckpointError, ConfigError
@@ -25,6 +28,8 @@ from mmds.model.folder import read_tensors
 from mmds.model.mllm import FrozenEncoder, Mllm
 from mmds.model.recompute import Checkpoint, non_reentrant
 from mmds.stages import assign_rates
+
+log = logging.getLogger("mmds")
 
 
 def assemble(
@@ -46,6 +51,7 @@ def assemble(
         output_dir=Path(config.output_dir),
         device=ranks.device,
     )
+    check_compiler(ds_config)
     streams = config.zero_stage == 3 and not is_random(source)
     loading = partitioned_loading(ds_config) if streams else contextlib.nullcontext()
     with ranks.together(f"loading the decoder {source.decoder_name}"), loading:
@@ -84,7 +90,8 @@ def set_recompute(model: Mllm, every: RecomputeSection, checkpoint: Checkpoint) 
 def verify_decoder(engine: Engine, name: str) -> None:
     """Compare every decoder tensor in memory, gathered whole, with its file, bit for bit in the run's dtype.
 
-    Raises CheckpointError on every rank naming the tensors that differ, or that no file holds.
+    Raises CheckpointError on every rank naming the tensors that differ. Tensors of the files that the model has no place for are
+    named in a warning: what transformers says of them is not true under ZeRO-3.
     """
     files = weight_files(name) if engine.ranks.first else []
     held = dict(read_tensors(files))
@@ -96,11 +103,25 @@ def verify_decoder(engine: Engine, name: str) -> None:
             expected = held[tensor]()
             if expected.shape != value.shape or not bool((expected.to(value.dtype) == value.cpu()).all()):
                 wrong.append(tensor)
+    if surplus := surplus_tensors(held, engine.model.decoder.llm):
+        log.warning(
+            "decoder %s: its files hold %d tensors that the model has no place for, e.g. %s",
+            name,
+            len(surplus),
+            ", ".join(surplus[:3]),
+        )
     with engine.ranks.together("comparing the decoder with its files"):
         if wrong:
             raise CheckpointError(
                 f"decoder {name}: {len(wrong)} tensors in memory differ from the files, e.g. {wrong[:3]}"
             )
+
+
+def surplus_tensors(held: Iterable[str], llm: nn.Module) -> list[str]:
+    """Names of stored tensors without a counterpart in the model, less those that its family is known to leave in its files."""
+    known = {name for name, _ in llm.named_parameters(remove_duplicate=False)} | set(llm.state_dict())
+    left = [*(getattr(llm, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
+    return sorted(name for name in held if name not in known and not any(re.search(p, name) for p in left))
 
 
 def _all_names(encoder: Encoder, connector: Connector, decoder: nn.Module) -> Iterator[str]:

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mmds.data.rows import Row, to_device
 from mmds.engine.launch import Ranks
+from mmds.engine.machine import explained
 from mmds.engine.plain import measure_and_clip
 from mmds.engine.zero import full_shape
 from mmds.errors import CheckpointError, ConfigError
@@ -79,13 +80,14 @@ class Engine:
         clipping = ds_config["gradient_clipping"]
         if ds_config["zero_optimization"]["stage"] == 0:
             ds_config = {**ds_config, "gradient_clipping": 0.0}  # there the engine clips by itself
-        self.ds, _, _, _ = deepspeed.initialize(
-            model=model,
-            model_parameters=groups,
-            config=ds_config,
-            lr_scheduler=lambda optimizer: LambdaLR(optimizer, factor),
-            dist_init_required=False,
-        )
+        with explained():
+            self.ds, _, _, _ = deepspeed.initialize(
+                model=model,
+                model_parameters=groups,
+                config=ds_config,
+                lr_scheduler=lambda optimizer: LambdaLR(optimizer, factor),
+                dist_init_required=False,
+            )
         if not self.ds.zero_optimization():
             measure_and_clip(self.ds.optimizer, float(clipping))
         self.ds.train()

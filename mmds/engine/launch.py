@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import socket
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from mmds.errors import MmdsError
+from mmds.engine.ending import Ending, StoppedByOther
+from mmds.engine.machine import explained, free_port, leave_out_shared_memory_op, own_tools_first
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class Ranks:
     def together(self, what: str) -> Iterator[None]:
         """Run a block on every rank; when one fails, all raise and none waits for it in a later collective.
 
-        The failing rank keeps its own error; the others raise MmdsError naming it.
+        The failing rank keeps its own error, with a note of what it did; the others raise StoppedByOther (an MmdsError) naming it.
         """
         failure: BaseException | None = None
         try:
@@ -84,46 +85,79 @@ class Ranks:
             failure = error
         messages = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
+            failure.add_note(f"{what} failed")
             raise failure
         broken = [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]
         if broken:
-            raise MmdsError(f"{what} failed on {'; '.join(broken)}")
+            raise StoppedByOther(f"{what} failed on {'; '.join(broken)}")
+
+
+_endings: list[Ending] = []
+"""How this process ends with the others; empty without others."""
 
 
 def start_ranks() -> Ranks:
-    """Join the process group of the launcher, or make a group of one. Call `stop_ranks` at the end."""
+    """Join the process group of the launcher, or make a group of one. Call `stop_ranks` at the end.
+
+    Raises MmdsError when the port where the ranks meet is taken.
+    """
     # deepspeed 0.19 calls collectives by names that torch 2.14 deprecates: thousands of lines that no user can act on
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.* is deprecated.*")
     alone = "RANK" not in os.environ
     if alone:
         os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port())
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    own_tools_first()
     accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
+    on_cpu = accelerator.device_name() == "cpu"
+    if on_cpu:
+        leave_out_shared_memory_op()
+    else:
         accelerator.set_device(local_rank)
     seconds = float(os.environ.get("MMDS_TIMEOUT_S", TIMEOUT_S))
-    deepspeed.init_distributed(
-        dist_backend=accelerator.communication_backend_name()
-        if accelerator.device_name() != "cpu"
-        else "gloo",
-        timeout=datetime.timedelta(seconds=seconds),
-        auto_mpi_discovery=False,
-        verbose=False,
-    )
-    return Ranks(
-        rank=dist.get_rank(),
-        world=dist.get_world_size(),
-        local_rank=local_rank,
-        device=torch.device(accelerator.current_device_name()),
-    )
+    with explained():
+        deepspeed.init_distributed(
+            dist_backend="gloo" if on_cpu else accelerator.communication_backend_name(),
+            timeout=datetime.timedelta(seconds=seconds),
+            auto_mpi_discovery=False,
+            verbose=False,
+        )
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world > 1:
+        _endings.append(Ending(_launchers_store(), rank=rank, world=world))
+    device = torch.device(accelerator.current_device_name())
+    return Ranks(rank=rank, world=world, local_rank=local_rank, device=device)
 
 
 def stop_ranks() -> None:
-    """Leave the process group, so that the process can exit."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leave the process group, so that the process can exit. Every rank calls it, also when an exception is on its way out.
+
+    That exception then ends all ranks here (see `Ending.fail`); a process without others lets it pass.
+    """
+    if not dist.is_initialized():
+        return
+    failure = sys.exception()
+    for ending in _endings:
+        if failure is not None:
+            ending.fail(failure)
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            ending.fail(error)
+        ending.close()
+    _endings.clear()
+    dist.destroy_process_group()
+
+
+def _launchers_store() -> dist.Store:
+    """The key-value store in which the ranks have met, with keys of this start of the run."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    minute = datetime.timedelta(minutes=1)
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=minute)
+    start = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+    return dist.PrefixStore("/".join(("mmds", *start)), store)
 
 
 def launched_world() -> int:
@@ -134,10 +168,3 @@ def launched_world() -> int:
 def launched_rank() -> int:
     """This process's rank, known before the process group exists."""
     return int(os.environ.get("RANK", "0"))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import FalconConfig
 
 from mmds.config_types import DecoderSection, EncoderSection, ModelSection
+from mmds.engine.assemble import _refuse_scalars, surplus_tensors, verify_decoder
 from mmds.errors import CheckpointError, ConfigError
 from mmds.model.build import (
     Source,
@@ -22,6 +25,9 @@ from mmds.model.build import (
     find_source,
     is_random,
 )
+from mmds.model.connector import CONNECTORS, Connector
+from mmds.model.encoder import describe_pruned, encoder_from_spec
+from mmds.model.mllm import Mllm
 from tests import tiny
 
 
@@ -167,3 +173,78 @@ def test_the_geometry_is_that_of_the_encoder_and_the_connector_under_the_cap(par
     assert build_geometry(encoder.spec, "merge_mlp", max_pixels=None).plan(5, 5).visual_tokens == 1
     with pytest.raises(ConfigError, match="max_pixels is 783"):
         build_geometry(encoder.spec, "mlp2x", max_pixels=783)
+
+
+def test_no_part_has_a_parameter_without_dimensions_though_its_source_has(
+    parts: Path, tmp_path: Path
+) -> None:
+    """TRAPS A7: DeepSpeed cannot partition one, and CLIP's files hold one, `logit_scale`."""
+    tiny.write_encoder(tmp_path / "encoder")
+    file = tmp_path / "encoder" / "open_clip_model.safetensors"
+    save_file({**load_file(file), "logit_scale": torch.tensor(4.6)}, file)
+    source = find_source(
+        None, section(parts, encoder=EncoderSection(name=f"local-dir:{tmp_path / 'encoder'}"))
+    )
+    encoder, _ = build_light(source, seed=0)
+    decoder = build_decoder(source, dtype=torch.float32, seed=0)
+    for name in CONNECTORS:
+        model = Mllm(
+            connector=Connector(name, encoder_width=32, decoder_width=48), decoder=decoder, encoder=encoder
+        )
+        assert min(parameter.dim() for parameter in model.parameters()) == 1
+        assert _refuse_scalars(model) is None
+
+
+def test_a_parameter_without_dimensions_is_refused_by_name() -> None:
+    model = nn.Module()
+    model.gate = nn.Parameter(torch.tensor(1.0))
+    model.inner = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="0-dimensional .*: gate$"):
+        _refuse_scalars(model)
+
+
+def test_a_decoder_that_is_not_the_one_in_its_files_is_refused_by_tensor(parts: Path) -> None:
+    """TRAPS A8: whatever has loaded, or not loaded, it: what is in memory is compared with the files."""
+    source = find_source(None, section(parts))
+    encoder, connector = build_light(source, seed=0)
+    decoder = build_decoder(source, dtype=torch.bfloat16, seed=0)
+    ranks = SimpleNamespace(first=True, together=lambda what: contextlib.nullcontext())
+    engine: Any = SimpleNamespace(
+        model=Mllm(connector=connector, decoder=decoder, encoder=encoder), ranks=ranks
+    )
+    verify_decoder(engine, source.decoder_name)
+    with torch.no_grad():
+        decoder.llm.model.layers[1].mlp.up_proj.weight[3, 4] += 0.5
+    with pytest.raises(CheckpointError, match=r"1 tensors .*model\.layers\.1\.mlp\.up_proj\.weight"):
+        verify_decoder(engine, source.decoder_name)
+
+
+@pytest.mark.parametrize("layer", [0, -2])
+def test_what_is_pruned_is_named_and_counted_from_files_and_from_a_description_alike(
+    parts: Path, layer: int
+) -> None:
+    whole = load_file(parts / "encoder" / "open_clip_model.safetensors")
+    model = section(parts, encoder=EncoderSection(name=f"local-dir:{parts / 'encoder'}", layer=layer))
+    encoder, _ = build_light(find_source(None, model), seed=0)
+    left = sum(parameter.numel() for parameter in encoder.parameters())
+    count = sum(value.numel() for value in whole.values()) - left
+    assert sum(encoder.pruned.values()) == count > 0
+    blocks = "1-2" if layer == 0 else "2"
+    words = f"proj, transformer.resblocks.{blocks}, ln_post: {count:,} parameters that the features never use"
+    assert describe_pruned(encoder.pruned) == words
+    assert encoder_from_spec(encoder.spec).pruned == encoder.pruned
+    assert describe_pruned({}) == "nothing"
+
+
+def test_tensors_of_the_files_that_the_model_has_no_place_for_are_found(parts: Path) -> None:
+    """TRAPS A27: compared by mmds, since under ZeRO-3 transformers' own list is always empty."""
+    decoder = build_decoder(find_source(None, section(parts)), dtype=torch.float32, seed=0)
+    held = load_file(parts / "decoder" / "model.safetensors")
+    assert surplus_tensors(held, decoder.llm) == []
+    extra = [
+        "lm_head.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    ]  # tied; written by old versions
+    assert surplus_tensors([*held, *extra], decoder.llm) == []
+    third = "model.layers.2.mlp.up_proj.weight"
+    assert surplus_tensors([*held, third], decoder.llm) == [third]

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
+from mmds.data.rows import IGNORE, IMAGE_MARKER
 from mmds.errors import CheckpointError, ConfigError
+from mmds.geometry import Geometry
 from mmds.model.decoder import Decoder, load_config, load_llm, load_tokenizer, weight_files
 from mmds.model.recompute import non_reentrant
 from tests import tiny
@@ -254,3 +256,17 @@ def load(file: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return load_file(file)
+
+
+def test_a_picture_needs_no_row_of_the_vocabulary(tmp_path: Path) -> None:
+    """TRAPS A9: the marker is no token, so that the table never grows: every id of a row is in it, and the tie is kept."""
+    decoder = Decoder(load_llm(str(tiny.write_decoder(tmp_path / "decoder")), dtype=torch.float32))
+    geometry = Geometry(mode="fixed", image_size=28, patch_size=14, merge=1)
+    row, samples = tiny.random_row(3, geometry, [2, 0, 1])
+    assert sum(int((sample.ids == IMAGE_MARKER).sum()) for sample in samples) == 3
+    table = decoder.llm.get_input_embeddings().weight
+    assert table.shape[0] == decoder.llm.config.vocab_size == tiny.VOCABULARY
+    assert 0 <= int(row.input_ids.min()) and int(row.input_ids.max()) < tiny.VOCABULARY
+    assert decoder.embed(row.input_ids).shape == (row.input_ids.numel(), decoder.width)
+    assert decoder.llm.get_output_embeddings().weight is table
+    assert int(row.labels.max()) < tiny.VOCABULARY and (row.labels[row.slots] == IGNORE).all()
