@@ -20,17 +20,17 @@ from mmds import checkpoint, export, monitor
 from mmds.config import Config, load_config, rows_per_step
 from mmds.data.chat_tokenizer import ChatTokenizer
 from mmds.data.loader import StepLoader
-from mmds.data.mixture import ensure_mixture, open_mixture, plan_run
+from mmds.data.mixture import ensure_mixture, open_mixture, plan_run, text_only_share
 from mmds.dry_run import dry_run
 from mmds.engine import Engine
 from mmds.engine.assemble import assemble
 from mmds.engine.ending import describe
 from mmds.engine.launch import launched_rank, launched_world, start_ranks, stop_ranks
-from mmds.engine.machine import check_shared_memory
 from mmds.model.build import build_geometry, build_light, find_source
 from mmds.model.decoder import fetch, load_tokenizer
 from mmds.model.encoder import describe_pruned
 from mmds.monitor import RunFolder
+from mmds.planner import RunPlan
 from mmds.stages import check_text_share
 
 
@@ -85,15 +85,15 @@ def main(args: argparse.Namespace) -> None:
             encoder, connector = build_light(source, seed=config.seed)
             geometry = build_geometry(encoder.spec, connector.name, max_pixels=config.max_pixels)
             mixture = open_mixture(config.data, tokenizer.fingerprint)
-            check_text_share(mixture.text_only_share, config.stage)
+            text_share = text_only_share(config.data, mixture)
+            check_text_share(text_share, config.stage)
             plan = plan_run(config, mixture, geometry, rows=rows)
-            check_shared_memory(mixture, plan, geometry, config.data.workers)
 
         engine = assemble(config, source, encoder, connector, ranks, total_steps=plan.total_steps)
         state = checkpoint.RunState.of(engine, plan.fingerprint)
-        found = checkpoint.resume(engine, run.path / "checkpoints", state, args.resume)
+        found = checkpoint.resume(engine, run.path / "checkpoints", state, args.resume, plan)
         with ranks.together("describing the run"):
-            summary = monitor.plan_summary(plan, mixture.text_only_share)
+            summary = monitor.plan_summary(plan, text_share)
             facts = {"clipping": config.clipping, "pruned": describe_pruned(encoder.pruned)}
             run.begin(engine.step_index, config.resolved, summary, resumed=str(found), **facts)
             export.write_parts(run.path, engine, encoder.spec, tokenizer.hf, config)
@@ -102,16 +102,22 @@ def main(args: argparse.Namespace) -> None:
         where = {"rank": ranks.rank, "world": ranks.world, "accumulation": accumulation}
         steps = StepLoader(
             mixture, plan, geometry, **where, workers=config.data.workers, on_bad=config.data.on_bad_sample,
-            start_step=engine.step_index, stop_step=stop, interpolation=encoder.spec.interpolation
+            start_step=engine.step_index, stop_step=stop, interpolation=encoder.spec.interpolation,
+            pin_memory=ranks.device.type == "cuda",
         )  # fmt: skip
-        train(config, engine, steps, run, state, plan.total_steps)
+        train(config, engine, steps, run, state, plan)
         if stop == plan.total_steps:
             export.write_model(engine, run.path, run.path / "model")
             run.event("model", path=str(run.path / "model"))
 
 
 def train(
-    config: Config, engine: Engine, steps: StepLoader, run: RunFolder, state: checkpoint.RunState, end: int
+    config: Config,
+    engine: Engine,
+    steps: StepLoader,
+    run: RunFolder,
+    state: checkpoint.RunState,
+    plan: RunPlan,
 ) -> None:
     """The loader's steps; a checkpoint where the config asks for one, and at the last step unless the run ends there."""
     every, last = config.checkpoint.every, engine.step_index + len(steps)
@@ -126,9 +132,11 @@ def train(
             )
             bar.update()
             started = now
-            if (every and report.step % every == 0) or (report.step == last and (every or last < end)):
+            at_end = report.step == last and (every or last < plan.total_steps)
+            if (every and report.step % every == 0) or at_end:
                 folder = run.path / "checkpoints"
-                saved = checkpoint.save(engine, folder, state.at(report.step), keep=config.checkpoint.keep)
+                place = state.at(report.step, plan.state_at(report.step))
+                saved = checkpoint.save(engine, folder, place, keep=config.checkpoint.keep)
                 run.event("saved", step=report.step, path=str(saved))
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from mmds.engine import Engine, Ranks
 from mmds.engine.zero import whole_tensors
 from mmds.errors import CheckpointError
+from mmds.planner import PlanState, RunPlan
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -36,7 +37,8 @@ class RunState:
     """What a checkpoint says of its run, so that resuming into another one is refused by name.
 
     step: finished optimizer steps. world: ranks. trainable: hash of names, shapes and rates of what trains.
-    plan: hash of the plan's inputs. frozen: checksums of what does not train, by part.
+    plan: hash of the plan's inputs. frozen: checksums of what does not train, by part. place: from where the plan goes on
+    (`PlanState`), so that no step before it is planned again; not compared.
     """
 
     step: int
@@ -45,6 +47,7 @@ class RunState:
     trainable: str
     plan: str
     frozen: Mapping[str, str]
+    place: Mapping[str, Any] | None = None
 
     @staticmethod
     def of(engine: Engine, plan: str) -> RunState:
@@ -58,9 +61,9 @@ class RunState:
             frozen=frozen_checksums(engine),
         )
 
-    def at(self, step: int) -> RunState:
-        """The same run after `step` finished steps."""
-        return replace(self, step=step)
+    def at(self, step: int, place: PlanState | None = None) -> RunState:
+        """The same run after `step` finished steps; place: from where its plan goes on."""
+        return replace(self, step=step, place=None if place is None else place.to_json())
 
     def must_match(self, saved: RunState, folder: Path) -> None:
         """Raise CheckpointError unless a run in this state may continue from `saved`."""
@@ -186,8 +189,8 @@ def trainable_fingerprint(engine: Engine) -> str:
     return hashlib.sha256(json.dumps(engine.trained).encode()).hexdigest()
 
 
-def resume(engine: Engine, folder: Path, state: RunState, how: str) -> Path | None:
-    """Bring the engine to where `--resume how` asks; every rank calls it. Returns the checkpoint it goes on from, or None.
+def resume(engine: Engine, folder: Path, state: RunState, how: str, plan: RunPlan) -> Path | None:
+    """Bring engine and plan to where `--resume how` asks; every rank calls it. Returns the checkpoint they go on from, or None.
 
     Going back to an older checkpoint of this folder sets the later ones aside, so that `auto` will not prefer them.
     Raises CheckpointError when there is something to resume that cannot be: nothing starts over in silence.
@@ -198,6 +201,8 @@ def resume(engine: Engine, folder: Path, state: RunState, how: str) -> Path | No
         found = find(folder, how)
     if found is not None:
         load(engine, found, state)
+        if (place := read_state(found).place) is not None:
+            plan.restore(PlanState.from_json(place))
     with engine.ranks.together("setting later checkpoints aside"):
         if how == "never":
             set_aside(folder, _steps(folder), engine.ranks)

@@ -22,6 +22,7 @@ def check_together(section: MmdsSection, blame: Blame) -> None:
     """Refuse keys that contradict each other. Raises the ConfigError that `blame(key path, problem)` makes."""
     _check_schedule(section.schedule, blame)
     _check_mix(section.data.mix, blame)
+    _check_weights(section, blame)
     if section.model is not None:
         _check_encoder(section.model.encoder, blame)
     if section.init_from is not None:
@@ -72,11 +73,40 @@ def _check_mix(mix: tuple[MixEntry, ...], blame: Blame) -> None:
         path: KeyPath = ("mmds", "data", "mix", index)
         if entry.name in names[:index]:
             raise blame((*path, "name"), f'"{entry.name}" is already the name of another entry')
-        if entry.images is not None and not entry.path.endswith((".json", ".jsonl")):
+        if entry.images is not None and not _may_be_raw(entry.path):
             raise blame(
                 (*path, "images"),
-                f"acts only on a raw .json or .jsonl file: the shards {entry.path} hold their images; take it out",
+                f"acts only on raw data (.json, .jsonl, a glob, a URL): the shards {entry.path} hold their images; take it out",
             )
+
+
+def _may_be_raw(path: str) -> bool:
+    """Whether a mix path can name raw data; a plain folder is a prepared one."""
+    return path.endswith((".json", ".jsonl")) or "://" in path or any(sign in path for sign in "*?[")
+
+
+def _check_weights(section: MmdsSection, blame: Blame) -> None:
+    """Weights make a stream without epochs."""
+    mix = section.data.mix
+    weighted = [index for index, entry in enumerate(mix) if entry.weight is not None]
+    if not weighted:
+        return
+    missing = next((index for index, entry in enumerate(mix) if entry.weight is None), None)
+    if missing is not None:
+        raise blame(
+            ("mmds", "data", "mix", missing, "weight"), "missing: give every entry a weight, or none of them"
+        )
+    for index, entry in enumerate(mix):
+        if entry.epochs is not None:
+            raise blame(
+                ("mmds", "data", "mix", index, "epochs"),
+                "has no meaning beside weights: take one of the two out",
+            )
+    if section.schedule.epochs is not None:
+        raise blame(
+            ("mmds", "schedule", "epochs"),
+            "a mix with weights has no epochs: give mmds.schedule.steps, or mix[].epochs in place of the weights",
+        )
 
 
 def _check_encoder(encoder: EncoderSection, blame: Blame) -> None:

@@ -127,13 +127,28 @@ class MixEntry:
     images: str | None = field(
         default=None, metadata=about("folder that image paths of a raw file are relative to", path=True)
     )
+    weight: float | None = field(
+        default=None,
+        metadata=about(
+            "share of the samples, relative to the other entries' weights; every entry or none, with schedule.steps",
+            least=1e-6,
+        ),
+    )
+    epochs: float | None = field(
+        default=None,
+        metadata=about(
+            "how often each of its samples comes in an epoch of the run; 0.5 takes half of them; null = 1",
+            least=1e-6,
+            most=1000,
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
     """What is read and how rows are filled."""
 
-    mix: tuple[MixEntry, ...] = field(metadata=about("sources; every sample of each once an epoch"))
+    mix: tuple[MixEntry, ...] = field(metadata=about("sources: by weight, or each so many times an epoch"))
     row_tokens: int = field(metadata=about("most tokens in a row, visual tokens included", least=1))
     max_pixels: int | None = field(
         default=None,
@@ -141,6 +156,14 @@ class DataSection:
             "most pixels (height x width) the encoder receives for one image; null = the stage's",
             least=1024,
             hint="an area: a side of 336 pixels is 336 x 336 = 112896",
+        ),
+    )
+    holdout: float = field(
+        default=0.0,
+        metadata=about(
+            "share of the samples kept out of training, with every sample that has a picture of theirs",
+            least=0,
+            most=0.5,
         ),
     )
     on_bad_sample: Literal["raise", "skip"] = field(

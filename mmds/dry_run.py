@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from mmds.config import Config, rows_per_step
 from mmds.data.chat_tokenizer import ChatTokenizer
 from mmds.data.loader import load_sample
-from mmds.data.mixture import Mixture, ensure_mixture, open_mixture, plan_run
+from mmds.data.mixture import Mixture, ensure_mixture, open_mixture, plan_run, text_only_share
 from mmds.data.rows import IGNORE, Row, build_row
 from mmds.engine.launch import launched_rank
 from mmds.engine.schedule import warmup_steps
@@ -51,7 +51,7 @@ def dry_run(config: Config, source: Source, world: int) -> None:
     tokenizer = ChatTokenizer(load_tokenizer(source.decoder_name))
     ensure_mixture(config.data, tokenizer)
     mixture = open_mixture(config.data, tokenizer.fingerprint)
-    check_text_share(mixture.text_only_share, config.stage)
+    check_text_share(text_only_share(config.data, mixture), config.stage)
     geometry = build_geometry(encoder.spec, connector.name, max_pixels=config.max_pixels)
     rows, accumulation = rows_per_step(config, world)
     plan = plan_run(config, mixture, geometry, rows=rows)
@@ -147,27 +147,29 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _samples_a_row(plan: RunPlan) -> float:
-    first = plan.epoch(0)
-    return len(first.samples) / first.rows
+    first = plan.preview()
+    return first.samples / first.rows
 
 
 def _step_table(
     config: Config, plan: RunPlan, mixture: Mixture, geometry: Geometry, world: int, accumulation: int
 ) -> str:
-    first = plan.epoch(0)
-    tokens = int(mixture.lengths(geometry)[first.samples].sum())
+    first = plan.preview()
     supervised = sum(int(shards.supervised.sum()) for shards in mixture.sets)
+    held_out = sum(len(source.held_out) for source in plan.stream.sources)
+    text_share = text_only_share(config.data, mixture)
     return _facts(
         {
             "ranks": str(world),
             "rows a step": f"{plan.rows_per_step} = {world} ranks x {accumulation} micro-steps of one row",
-            "tokens a step": f"{tokens / first.steps:,.0f} of {plan.rows_per_step * config.data.row_tokens:,}",
-            "samples a step": f"{len(first.samples) / first.steps:,.1f}",
+            "tokens a step": f"{first.tokens / first.steps:,.0f} of {plan.rows_per_step * config.data.row_tokens:,}",
+            "samples a step": f"{first.samples / first.steps:,.1f}",
             "visual tokens an image": str(
                 geometry.plan(geometry.image_size, geometry.image_size).visual_tokens
             ),
-            "samples": f"{len(mixture):,}, text-only {mixture.text_only_share:.1%}, too long {len(plan.dropped):,}",
-            "supervised tokens": f"{supervised:,} an epoch",
+            "samples": f"{len(mixture):,}, held out {held_out:,}; of those seen {text_share:.1%} are text-only",
+            "too long": f"{first.dropped:,} of the samples of the first {first.steps:,} steps",
+            "supervised tokens": f"{supervised:,}, each sample once",
             "steps": f"{plan.total_steps:,}, warm-up {warmup_steps(config.schedule, plan.total_steps):,}",
         }
     )

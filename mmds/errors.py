@@ -15,6 +15,10 @@ class DataError(MmdsError):
     """A sample, an image, a shard or a chat template is wrong: names file:line or key, and the reason."""
 
 
+class StoreError(DataError):
+    """An object store does not answer, or not as before: no sample is to blame, so none is skipped for it."""
+
+
 class SpliceError(MmdsError):
     """Slots and visual tokens of one image disagree: names sample, image and both counts."""
 

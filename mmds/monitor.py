@@ -213,18 +213,22 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def plan_summary(plan: RunPlan, text_only_share: float) -> dict[str, Any]:
-    """plan.json: the plan in numbers, and a fingerprint of all that decides it (sizes, seed, row, batch)."""
-    first = plan.epoch(0)
+    """plan.json: the plan in numbers, and a fingerprint of all that decides it (content, sizes, seed, row, batch)."""
+    first = plan.preview()
     return {
         "fingerprint": plan.fingerprint,
-        "samples": len(plan.lengths),
-        "dropped_as_too_long": len(plan.dropped),
+        "samples": int(plan.stream.starts[-1]),
+        "held_out": sum(len(source.held_out) for source in plan.stream.sources),
         "text_only_share": text_only_share,
         "steps": plan.total_steps,
-        "steps_of_first_epoch": first.steps,
         "rows_per_step": plan.rows_per_step,
-        "tokens_of_first_epoch": int(plan.lengths[first.samples].sum()),
-        "fill_of_first_epoch": float(plan.lengths[first.samples].sum() / (first.rows * plan.row_tokens)),
+        "first_steps": {
+            "steps": first.steps,
+            "samples": first.samples,
+            "tokens": first.tokens,
+            "fill": first.tokens / (first.rows * plan.row_tokens),
+            "dropped_as_too_long": first.dropped,
+        },
     }
 
 

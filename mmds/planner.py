@@ -1,10 +1,11 @@
-"""Which samples make which row of which rank in which micro-step: a pure function of sizes, seed and epoch.
+"""Which samples make which row of which rank in which micro-step: a pure function of the stream, the sizes and the row.
 
     sample   one conversation                     row    samples back to back, at most `row_tokens` long
-    step     rows_per_step rows over all ranks    n, R   samples and rows of an epoch
+    step     rows_per_step rows over all ranks    R      rows of a step
 
-Row `step * rows_per_step + micro * world + rank` belongs to that rank's micro-step, so a step holds the same
-rows on any number of ranks. Every process plans for itself and gets the same answer: no communication.
+Row `micro * world + rank` of a step belongs to that rank's micro-step, so a step holds the same rows on any number of ranks. Every
+process plans for itself and gets the same answer: no communication. Steps are planned one after the other as they are asked for,
+so that a plan of a billion samples begins at once; a `PlanState` is a place from which to go on.
 """
 
 from __future__ import annotations
@@ -12,199 +13,259 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mmds.errors import ConfigError, DataError
+from mmds.sample_stream import SampleStream, Source, StreamState
 
 IntArray = NDArray[np.int64]
 
 OPEN_ROWS = 16  # rows filled at a time: more fill better, and make neighbouring rows less alike
+CHUNK = 256  # samples taken from the stream at a time
+RECENT = 256  # steps that stay at hand; a loader asks for rows ahead of those in use
+ANCHOR = 64  # steps between the places that are kept for going back
+
+Samples = tuple[int, ...]
+Lengths = Callable[[IntArray], IntArray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochPlan:
-    """The rows of one epoch, as plain arrays.
+class PlanState:
+    """A place between two steps: everything that decides the steps after it, in plain numbers.
 
-    samples: int64 [n], sample indices in row order. row_starts: int64 [R + 1]; row r holds the samples from
-    row_starts[r] to row_starts[r + 1]. rows_per_step: R is a multiple of it. dropped: int64 [d], ascending:
-    samples that are longer than a row.
+    step: steps planned. stream: samples taken. open: rows being filled, oldest first. ready: rows that wait for their step.
+    dropped: samples so far that are longer than a row. ended: the epoch has no more samples.
     """
 
-    samples: IntArray
-    row_starts: IntArray
-    rows_per_step: int
-    dropped: IntArray
+    step: int
+    stream: StreamState
+    open: tuple[Samples, ...] = ()
+    ready: tuple[Samples, ...] = ()
+    dropped: int = 0
+    ended: bool = False
 
-    @property
-    def rows(self) -> int:
-        """Rows of the epoch, R."""
-        return len(self.row_starts) - 1
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain JSON types."""
+        return asdict(self)
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of the epoch."""
-        return self.rows // self.rows_per_step
-
-    def row(self, index: int) -> IntArray:
-        """Sample indices of a row, int64 [k]; k = 0 only in the last step, when samples ran out."""
-        return self.samples[self.row_starts[index] : self.row_starts[index + 1]]
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> PlanState:
+        """The inverse of `to_json`."""
+        rows = {name: tuple(tuple(row) for row in data[name]) for name in ("open", "ready")}
+        stream = StreamState(epoch=data["stream"]["epoch"], taken=tuple(data["stream"]["taken"]))
+        return PlanState(**{**data, **rows, "stream": stream})
 
 
-def plan_epoch(
-    lengths: IntArray,
-    *,
-    row_tokens: int,
-    rows_per_step: int,
-    seed: int,
-    epoch: int,
-    on_long: str = "drop",
-    names: Callable[[int], str] | None = None,
-) -> EpochPlan:
-    """Shuffle the samples and pack them into rows of at most `row_tokens` (scheme `token_budget`).
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """The first steps of a run in numbers: steps, rows (filler rows included), samples, their tokens, and samples left out as too long."""
 
-    lengths: int64 [n], tokens of each sample with its slots expanded. rows_per_step: rows of all ranks and
-    micro-steps. on_long: a sample longer than a row is "drop"ped (and listed in the plan) or "raise"s.
-    names: index -> name, for errors. Every other sample is in exactly one row. Raises DataError for a long
-    sample under "raise", ConfigError when fewer samples than rows_per_step remain.
-    """
-    assert row_tokens > 0 and rows_per_step > 0 and on_long in ("drop", "raise")
-    lengths = np.asarray(lengths, dtype=np.int64)
-    assert lengths.ndim == 1 and (lengths > 0).all(), "lengths must be one positive number a sample"
-    long = lengths > row_tokens
-    dropped = np.flatnonzero(long)
-    if len(dropped) and on_long == "raise":
-        raise DataError(_too_long(lengths, dropped, row_tokens, names))
-    kept = np.flatnonzero(~long)
-    if len(kept) < rows_per_step:
-        raise ConfigError(_too_few(len(kept), len(dropped), row_tokens, rows_per_step))
-    order = kept[_permutation(len(kept), seed, epoch)]
-    rows = _pack(order, lengths, row_tokens)
-    rows = _complete_last_step(rows, lengths, rows_per_step)
-    starts = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
-    samples = np.fromiter((i for row in rows for i in row), dtype=np.int64, count=len(order))
-    return EpochPlan(samples=samples, row_starts=starts, rows_per_step=rows_per_step, dropped=dropped)
+    steps: int
+    rows: int
+    samples: int
+    tokens: int
+    dropped: int
 
 
 class RunPlan:
-    """All rows of a run, epoch after epoch, planned when first asked for.
+    """All rows of a run, step after step (scheme `token_budget`).
 
-    Give `epochs`, or `steps` (which may end inside an epoch and takes as many as it needs). The arguments
-    alone decide the answer: a resumed run asks from its step on and gets what the uninterrupted run got.
+    Give `epochs`, or `steps` (which may end inside an epoch and takes as many as it needs). The arguments alone decide the answer: a
+    resumed run asks from its step on and gets what the uninterrupted run got. In an epoch every sample is in exactly one row, except for
+    those that are longer than a row.
     """
 
     def __init__(
         self,
-        lengths: IntArray,
+        stream: SampleStream,
+        lengths: Lengths,
         *,
         row_tokens: int,
         rows_per_step: int,
-        seed: int,
         epochs: int | None = None,
         steps: int | None = None,
         on_long: str = "drop",
         names: Callable[[int], str] | None = None,
+        fingerprint: str = "",
     ) -> None:
-        """Plan the first epoch; arguments and errors as for `plan_epoch`."""
+        """Plans nothing yet, except where `epochs` asks how many steps they are.
+
+        lengths: sample numbers, int64 [k] -> tokens of each with its slots expanded, int64 [k]. rows_per_step: rows of all ranks and
+        micro-steps. on_long: a sample longer than a row is "drop"ped and counted, or "raise"s a DataError once it is met. names: number ->
+        name, for errors. fingerprint: of all that decides the plan. Raises ConfigError when an epoch holds fewer samples than a step
+        has rows.
+        """
+        assert row_tokens > 0 and rows_per_step > 0 and on_long in ("drop", "raise")
         if (epochs is None) == (steps is None):
             raise ConfigError("give either schedule.epochs or schedule.steps, not both")
         if (epochs or steps or 0) < 1:
             raise ConfigError(f"schedule.epochs and schedule.steps must be at least 1, got {epochs or steps}")
-        self._plan = partial(
-            plan_epoch,
-            lengths,
-            row_tokens=row_tokens,
-            rows_per_step=rows_per_step,
-            seed=seed,
-            on_long=on_long,
-            names=names,
-        )
-        self._epochs, self._steps = epochs, steps
-        self.lengths, self.row_tokens = lengths, row_tokens
-        inputs = [row_tokens, rows_per_step, seed, epochs, steps, on_long]
-        digest = hashlib.sha256(json.dumps(inputs).encode())
-        digest.update(np.ascontiguousarray(lengths, dtype=np.int64).tobytes())
-        self.fingerprint = digest.hexdigest()  # of all that decides the plan
-        self._ends: list[int] = []  # steps of the run up to the end of each epoch planned so far
-        self._recent: dict[int, EpochPlan] = {}  # a run touches at most two epochs at a time
-        self.rows_per_step = rows_per_step
-        self.dropped: IntArray = self.epoch(0).dropped
-
-    def epoch(self, epoch: int) -> EpochPlan:
-        """The plan of one epoch, counted from 0."""
-        if epoch not in self._recent:
-            self._recent[epoch] = self._plan(epoch=epoch)
-            if len(self._recent) > 2:
-                del self._recent[next(iter(self._recent))]
-        return self._recent[epoch]
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the run."""
-        if self._steps is not None:
-            return self._steps
-        assert self._epochs is not None
-        while len(self._ends) < self._epochs:
-            self._extend()
-        return self._ends[self._epochs - 1]
-
-    def position(self, step: int) -> tuple[int, int]:
-        """(epoch, step within the epoch) of a step of the run. Raises IndexError outside the run."""
-        if not 0 <= step < self.total_steps:
-            raise IndexError(f"step {step} of a run of {self.total_steps} steps")
-        while not self._ends or self._ends[-1] <= step:
-            self._extend()
-        epoch = bisect_right(self._ends, step)
-        return epoch, step - (self._ends[epoch - 1] if epoch else 0)
+        if epochs is not None and stream.epoch_samples is None:
+            raise ConfigError("a mix with weights has no epochs: give schedule.steps")
+        self.stream, self.row_tokens, self.rows_per_step = stream, row_tokens, rows_per_step
+        self.fingerprint = fingerprint
+        self._lengths, self._on_long, self._names = lengths, on_long, names
+        self._state = self._start = PlanState(step=0, stream=stream.start)
+        self._anchors: OrderedDict[int, PlanState] = OrderedDict({0: self._start})
+        self._recent: OrderedDict[int, list[Samples]] = OrderedDict()
+        self.total_steps = steps if steps is not None else self._count_steps(epochs or 1)
 
     def rows_for(self, step: int, micro: int, rank: int, *, world: int) -> IntArray:
-        """Sample indices, int64 [k], of the row of `rank` of `world` in micro-step `micro` of `step`."""
+        """Sample numbers, int64 [k], of the row of `rank` of `world` in micro-step `micro` of `step`; k = 0 for a filler row."""
         if not 0 <= rank < world or micro < 0 or (micro + 1) * world > self.rows_per_step:
             raise IndexError(f"micro-step {micro}, rank {rank} of {world}, {self.rows_per_step} rows a step")
-        epoch, within = self.position(step)
-        return self.epoch(epoch).row(within * self.rows_per_step + micro * world + rank)
+        return np.array(self.step_rows(step)[micro * world + rank], dtype=np.int64)
 
-    def _extend(self) -> None:
-        """Plan the next epoch and note where it ends."""
-        plan = self.epoch(len(self._ends))
-        self._ends.append(plan.steps + (self._ends[-1] if self._ends else 0))
+    def step_rows(self, step: int) -> list[Samples]:
+        """The rows of a step, `rows_per_step` of them. Raises IndexError outside the run."""
+        if not 0 <= step < self.total_steps:
+            raise IndexError(f"step {step} of a run of {self.total_steps} steps")
+        if step not in self._recent:
+            places = [*self._anchors.values(), self._state]
+            self._state = max((place for place in places if place.step <= step), key=lambda place: place.step)
+            while self._state.step <= step:
+                self._advance()
+        return self._recent[step]
+
+    def state_at(self, step: int) -> PlanState:
+        """A place at or shortly before `step`, for `restore` to go on from."""
+        self.step_rows(min(step, self.total_steps - 1))
+        return self._anchors[max(place for place in self._anchors if place <= step)]
+
+    def restore(self, state: PlanState) -> None:
+        """Go on from a place where this plan, or one with the same fingerprint, has been."""
+        self._anchors[state.step] = self._state = state
+
+    def preview(self, steps: int = 100) -> Preview:
+        """The first steps, or all of a shorter run."""
+        state, planned = self._start, []
+        for _ in range(min(steps, self.total_steps)):
+            state, rows = self._next(state)
+            planned += rows
+        samples = np.array([i for row in planned for i in row], dtype=np.int64)
+        tokens = int(self._lengths(samples).sum())
+        return Preview(
+            steps=state.step, rows=len(planned), samples=len(samples), tokens=tokens, dropped=state.dropped
+        )
+
+    def _count_steps(self, epochs: int) -> int:
+        """Steps of that many epochs: each is packed once."""
+        state = self._start
+        while state.stream.epoch < epochs:
+            state, _ = self._next(state)
+        return state.step
+
+    def _advance(self) -> None:
+        """Plan one step and keep it at hand."""
+        before = self._state
+        self._state, self._recent[before.step] = self._next(before)
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+        if self._state.step % ANCHOR == 0:
+            self._anchors[self._state.step] = self._state
+            if len(self._anchors) > RECENT // ANCHOR + 2:  # the beginning, and those of the steps at hand
+                del self._anchors[next(place for place in self._anchors if place)]
+
+    def _next(self, state: PlanState) -> tuple[PlanState, list[Samples]]:
+        """The place after the next step, and that step's rows. A whole step stays in hand until the epoch has ended, so that its
+        last step can be completed out of the one before."""
+        packer = _Packer(state.open, self._lengths, self.row_tokens)
+        ready, stream, ended, dropped = list(state.ready), state.stream, state.ended, state.dropped
+        while not ended and len(ready) < 2 * self.rows_per_step:
+            numbers, stream = self.stream.take(stream, CHUNK)
+            lengths = self._lengths(numbers)
+            long = lengths > self.row_tokens
+            if long.any():
+                self._refuse_long(numbers[long], lengths[long], dropped, packer)
+                dropped += int(long.sum())
+            ready += packer.add(numbers[~long], lengths[~long])
+            if ended := len(numbers) < CHUNK:
+                ready = self._end_epoch(state, ready + packer.close(), dropped)
+        rows, ready = ready[: self.rows_per_step], ready[self.rows_per_step :]
+        if ended and not ready:
+            stream, ended = self.stream.next_epoch(stream), False
+        after = PlanState(
+            step=state.step + 1,
+            stream=stream,
+            open=packer.open,
+            ready=tuple(ready),
+            dropped=dropped,
+            ended=ended,
+        )
+        return after, rows
+
+    def _end_epoch(self, state: PlanState, rows: list[Samples], dropped: int) -> list[Samples]:
+        """The last rows of an epoch, completed to whole steps. Raises ConfigError when it holds fewer samples than one step needs."""
+        samples = np.array([i for row in rows for i in row], dtype=np.int64)
+        if len(samples) < self.rows_per_step and not state.ready and not state.open:
+            raise ConfigError(
+                too_few(len(samples), dropped - state.dropped, self.row_tokens, self.rows_per_step)
+            )
+        lengths = dict(zip(samples.tolist(), self._lengths(samples).tolist(), strict=True))
+        return _complete_last_step(rows, lengths, self.rows_per_step)
+
+    def _refuse_long(self, numbers: IntArray, lengths: IntArray, dropped: int, packer: _Packer) -> None:
+        """Raise DataError for a long sample under "raise", ConfigError when a whole mix has given nothing else."""
+        if self._on_long == "raise":
+            raise DataError(too_long(numbers, lengths, self.row_tokens, self._names))
+        if packer.empty and dropped > 2 * int(self.stream.starts[-1]):
+            raise ConfigError(too_few(0, int(self.stream.starts[-1]), self.row_tokens, self.rows_per_step))
 
 
-def _permutation(count: int, seed: int, epoch: int) -> IntArray:
-    """A shuffle of 0..count-1. RandomState's stream never changes between numpy versions."""
-    if seed < 0 or epoch < 0:
-        raise ConfigError(f"seed and epoch must not be negative, got {seed} and {epoch}")
-    bits = np.random.MT19937(np.random.SeedSequence([seed, epoch]))
-    return np.random.RandomState(bits).permutation(count).astype(np.int64)
-
-
-def _pack(order: IntArray, lengths: IntArray, row_tokens: int) -> list[list[int]]:
+class _Packer:
     """First-fit over a few open rows; when a sample fits in none of them the fullest is closed."""
-    closed: list[list[int]] = []
-    rows: list[list[int]] = []  # open rows, oldest first
-    room: list[int] = []  # tokens that still fit in each open row
-    for sample, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        for slot, free in enumerate(room):
-            if free >= length:
-                rows[slot].append(sample)
-                room[slot] -= length
-                break
-        else:
-            if len(rows) == OPEN_ROWS:
-                fullest = room.index(min(room))
-                closed.append(rows.pop(fullest))
-                room.pop(fullest)
-            rows.append([sample])
-            room.append(row_tokens - length)
-    return closed + rows
+
+    def __init__(self, rows: tuple[Samples, ...], lengths: Lengths, row_tokens: int) -> None:
+        """rows: open already, oldest first."""
+        self._row_tokens = row_tokens
+        self._rows = [list(row) for row in rows]
+        flat = lengths(np.array([i for row in rows for i in row], dtype=np.int64))
+        ends = np.cumsum([0, *(len(row) for row in rows)])
+        self._room = [row_tokens - int(flat[a:b].sum()) for a, b in zip(ends, ends[1:], strict=False)]
+
+    @property
+    def open(self) -> tuple[Samples, ...]:
+        """Rows that are being filled."""
+        return tuple(tuple(row) for row in self._rows)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row is being filled."""
+        return not self._rows
+
+    def add(self, samples: IntArray, lengths: IntArray) -> list[Samples]:
+        """Place samples in order, each at most a row long. Returns the rows that were closed meanwhile."""
+        closed: list[Samples] = []
+        rows, room = self._rows, self._room
+        for sample, length in zip(samples.tolist(), lengths.tolist(), strict=True):
+            for slot, free in enumerate(room):
+                if free >= length:
+                    rows[slot].append(sample)
+                    room[slot] -= length
+                    break
+            else:
+                if len(rows) == OPEN_ROWS:
+                    fullest = room.index(min(room))
+                    closed.append(tuple(rows.pop(fullest)))
+                    room.pop(fullest)
+                rows.append([sample])
+                room.append(self._row_tokens - length)
+        return closed
+
+    def close(self) -> list[Samples]:
+        """All open rows, oldest first."""
+        closed = [tuple(row) for row in self._rows]
+        self._rows, self._room = [], []
+        return closed
 
 
-def _complete_last_step(rows: list[list[int]], lengths: IntArray, rows_per_step: int) -> list[list[int]]:
+def _complete_last_step(rows: list[Samples], lengths: Mapping[int, int], rows_per_step: int) -> list[Samples]:
     """Make the row count a multiple of `rows_per_step` by splitting rows, the largest first.
 
     Rows of the last step are split first, so that its ranks stay equally busy, then earlier ones; a row
@@ -219,40 +280,58 @@ def _complete_last_step(rows: list[list[int]], lengths: IntArray, rows_per_step:
     if missing:
         grown = _split_largest(head, lengths, len(head) + missing)
         head, tail = grown[: len(head)], tail + grown[len(head) :]
-    return head + tail + [[] for _ in range(rows_per_step - len(tail))]
+    return head + tail + [() for _ in range(rows_per_step - len(tail))]
 
 
-def _split_largest(rows: list[list[int]], lengths: IntArray, wanted: int) -> list[list[int]]:
+def _split_largest(rows: list[Samples], lengths: Mapping[int, int], wanted: int) -> list[Samples]:
     """Split rows near their middle until there are `wanted` or none holds two; new ones go to the end."""
+
+    def tokens(row: Samples) -> int:
+        return sum(lengths[i] for i in row)
+
     rows = list(rows)
-    heap = [(-int(lengths[row].sum()), index) for index, row in enumerate(rows) if len(row) > 1]
+    heap = [(-tokens(row), index) for index, row in enumerate(rows) if len(row) > 1]
     heapq.heapify(heap)
     while heap and len(rows) < wanted:
         _, index = heapq.heappop(heap)
-        ends = np.cumsum(lengths[rows[index]])
+        ends = np.cumsum([lengths[i] for i in rows[index]])
         cut = 1 + int(np.argmin(np.abs(2 * ends[:-1] - ends[-1])))
         rows.append(rows[index][cut:])
         rows[index] = rows[index][:cut]
         for part in (index, len(rows) - 1):
             if len(rows[part]) > 1:
-                heapq.heappush(heap, (-int(lengths[rows[part]].sum()), part))
+                heapq.heappush(heap, (-tokens(rows[part]), part))
     return rows
 
 
-def _too_long(lengths: IntArray, long: IntArray, row_tokens: int, names: Callable[[int], str] | None) -> str:
+def too_long(
+    numbers: IntArray, lengths: IntArray, row_tokens: int, names: Callable[[int], str] | None
+) -> str:
+    """What to say of samples that are longer than a row: their numbers and lengths, int64 [k] each."""
     shown = ", ".join(
-        f"sample {names(int(i)) if names else f'number {i}'} ({lengths[i]} tokens)" for i in long[:5]
+        f"sample {names(int(i)) if names else f'number {i}'} ({length} tokens)"
+        for i, length in zip(numbers[:5], lengths[:5], strict=True)
     )
     return (
-        f"{len(long)} of {len(lengths)} samples are longer than a row of {row_tokens} tokens: {shown}"
-        f"{' and others' if len(long) > 5 else ''}. Raise mmds.data.row_tokens, lower mmds.data.max_pixels, "
-        'or set mmds.data.on_long_sample to "drop".'
+        f"{len(numbers)} samples are longer than a row of {row_tokens} tokens: {shown}{' and others' if len(numbers) > 5 else ''}. "
+        'Raise mmds.data.row_tokens, lower mmds.data.max_pixels, or set mmds.data.on_long_sample to "drop".'
     )
 
 
-def _too_few(kept: int, dropped: int, row_tokens: int, rows_per_step: int) -> str:
+def too_few(kept: int, dropped: int, row_tokens: int, rows_per_step: int) -> str:
+    """What to say of an epoch with fewer usable samples than a step has rows."""
     without = f" ({dropped} more are longer than row_tokens = {row_tokens})" if dropped else ""
     return (
         f"one step needs {rows_per_step} rows (train_batch_size), but the data holds only {kept} usable "
         f"samples{without}. Lower train_batch_size or add data."
     )
+
+
+def plan_lengths(lengths: IntArray, *, seed: int, **options: Any) -> RunPlan:
+    """The plan of one source whose samples have these lengths, int64 [n]; options: as for `RunPlan`."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    assert lengths.ndim == 1 and (lengths > 0).all(), "lengths must be one positive number a sample"
+    stream = SampleStream([Source(name="samples", count=len(lengths))], seed=seed)
+    inputs = [seed, sorted((name, str(value)) for name, value in options.items() if name != "names")]
+    digest = hashlib.sha256(json.dumps(inputs).encode() + lengths.tobytes()).hexdigest()
+    return RunPlan(stream, lambda numbers: lengths[numbers], fingerprint=digest, **options)

@@ -7,7 +7,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$MMDS_ROOT"
-mmds_environment
+mmds_environment quickstart
 export DS_ACCELERATOR=cpu # the point of this script is that it runs anywhere
 RUNS="${MMDS_RUNS:-runs/quickstart}"
 CONFIGS=ds_configs/quickstart

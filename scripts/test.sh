@@ -4,7 +4,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$MMDS_ROOT"
-mmds_environment
+mmds_environment quickstart,test
 
 mmds_say "ruff"
 ruff check --config .ci/ruff.toml .

@@ -92,6 +92,14 @@ PHI3 = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
 
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+
 TEMPLATES = {
     "chatml": CHATML,
     "chatml_default_system": CHATML_DEFAULT_SYSTEM,
@@ -99,6 +107,8 @@ TEMPLATES = {
     "llama3": LLAMA3,
     "gemma": GEMMA,
     "vicuna": VICUNA,
+    "mistral": MISTRAL,
+    "phi3": PHI3,
 }
 
 _CORPUS = [
@@ -199,8 +209,17 @@ def _bos_adding(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-_EOS = {"llama2": "</s>", "vicuna": "</s>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
-_BOS = {"llama2": "<s>", "vicuna": "<s>", "llama3": "<|begin_of_text|>", "gemma": "<bos>"}
+_EOS = {
+    **dict.fromkeys(("llama2", "vicuna", "mistral"), "</s>"),
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "phi3": "<|endoftext|>",
+}
+_BOS = {
+    **dict.fromkeys(("llama2", "vicuna", "mistral"), "<s>"),
+    "llama3": "<|begin_of_text|>",
+    "gemma": "<bos>",
+}
 
 BACKENDS: dict[str, Callable[[], Tokenizer]] = {
     "byte_level": byte_level,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_config import SMALL, Write, writer
@@ -176,3 +178,50 @@ def test_schema_in_a_file_is_for_editors_and_reaches_neither_the_run_nor_deepspe
     config = load_config(write({"$schema": "schema.json", "extends": "base.json"}))
     assert "$schema" not in config.resolved and "$schema" not in config.deepspeed
     assert config.resolved == load_config(write(SMALL)).resolved
+
+
+def mixed(*entries: dict[str, Any], **schedule: Any) -> dict[str, Any]:
+    """The small config with these entries of the mix."""
+    config: dict[str, Any] = json.loads(json.dumps(SMALL))
+    config["mmds"]["data"]["mix"] = [
+        {"name": f"s{i}", "path": f"shards/{i}", **entry} for i, entry in enumerate(entries)
+    ]
+    if schedule:
+        config["mmds"]["schedule"] = {"warmup_steps": 0, **schedule}
+    return config
+
+
+def test_a_mix_by_weight_or_by_epochs_reaches_the_run(write: Write) -> None:
+    weighted = load_config(write(mixed({"weight": 3}, {"weight": 0.5}, steps=10))).data
+    assert [entry.weight for entry in weighted.mix] == [3.0, 0.5]
+    repeated = load_config(write(mixed({"epochs": 2}, {}))).data
+    assert [(entry.weight, entry.epochs) for entry in repeated.mix] == [(None, 2.0), (None, None)]
+    assert load_config(write(), ["mmds.data.holdout=0.01"]).data.holdout == 0.01
+    assert load_config(write()).data.holdout == 0.0
+
+
+@pytest.mark.parametrize(
+    ("entries", "schedule", "words"),
+    [
+        (
+            [{"weight": 1}, {}],
+            {"steps": 5},
+            r"mmds\.data\.mix\[1\]\.weight: missing: give every entry a weight",
+        ),
+        (
+            [{"weight": 1}, {"weight": 1, "epochs": 2}],
+            {"steps": 5},
+            r"mix\[1\]\.epochs: has no meaning beside weights",
+        ),
+        (
+            [{"weight": 1}, {"weight": 2}],
+            {"epochs": 1},
+            r"mmds\.schedule\.epochs: a mix with weights has no epochs",
+        ),
+    ],
+)
+def test_weights_and_epochs_do_not_mix(
+    entries: list[dict[str, Any]], schedule: dict[str, Any], words: str, write: Write
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(write(mixed(*entries, **schedule)))

@@ -73,8 +73,6 @@ def test_names_of_other_trainers_are_answered_with_ours(
 @pytest.mark.parametrize(
     "override",
     [
-        "mmds.data.holdout=0.1",
-        "mmds.data.mix.0.weight=1",
         'mmds.eval={"every": 5}',
         "mmds.stage.lora={}",
         "mmds.stage=finetune",
@@ -173,7 +171,7 @@ def test_a_number_in_another_unit_is_answered_with_the_right_one(
     [
         (
             ["mmds.data.mix.0.images=pictures"],
-            "mmds.data.mix[0].images: acts only on a raw .json or .jsonl file",
+            "mmds.data.mix[0].images: acts only on raw data",
         ),
         (
             ["mmds.model.encoder.name=local-dir:tower", "mmds.model.encoder.pretrained=openai"],

@@ -11,18 +11,14 @@ import sys
 import time
 from collections import namedtuple
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from mmds.data.loader import ROWS_AHEAD
 from mmds.engine import machine
 from mmds.engine.launch import start_ranks
-from mmds.engine.machine import check_compiler, check_shared_memory, explain, explained, own_tools_first
+from mmds.engine.machine import check_compiler, explain, explained, own_tools_first
 from mmds.errors import DataError, MmdsError
-from mmds.geometry import Geometry
 from tests.spawn import ROOT, plain_environment
 
 OFFLOAD = {
@@ -161,7 +157,7 @@ BUS = (
 )
 def test_shared_memory_that_ran_out_on_the_way_is_explained(error: Exception) -> None:
     told = str(explain(error))
-    assert "--shm-size=" in told and "--set mmds.data.workers=0" in told and str(error)[:60] in told
+    assert "--shm-size=" in told and str(error)[:60] in told
 
 
 Usage = namedtuple("Usage", "total used free")
@@ -173,29 +169,6 @@ def test_no_space_left_means_shared_memory_only_when_that_is_full(
 ) -> None:
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: Usage(2**26, 0, free))
     assert (explain(OSError(28, "No space left on device")) is not None) == known
-
-
-@pytest.mark.parametrize("launcher", [{"LOCAL_WORLD_SIZE": "4"}, {"LOCAL_SIZE": "4"}])
-def test_loaders_that_cannot_fit_into_shared_memory_are_refused_before_they_start(
-    launcher: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in launcher.items():
-        monkeypatch.setenv(name, value)
-    geometry = Geometry(mode="fixed", image_size=336, patch_size=14, merge=1)
-    plan: Any = SimpleNamespace(epoch=lambda number: SimpleNamespace(rows=10))
-    mixture: Any = SimpleNamespace(
-        sets=[SimpleNamespace(image_sizes=range(60)), SimpleNamespace(image_sizes=range(40))]
-    )
-    row = 10 * 3 * 336 * 336  # ten pictures
-    wanted = 4 * 8 * (1 + ROWS_AHEAD) * row
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: Usage(0, 0, wanted))
-    assert check_shared_memory(mixture, plan, geometry, 8, folder=tmp_path) is None
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: Usage(0, 0, wanted - 1))
-    with pytest.raises(MmdsError, match=r"--shm-size=1g") as error:
-        check_shared_memory(mixture, plan, geometry, 8, folder=tmp_path)
-    assert "--set mmds.data.workers=0" in str(error.value)
-    assert check_shared_memory(mixture, plan, geometry, 0, folder=tmp_path) is None
-    assert check_shared_memory(mixture, plan, geometry, 8, folder=tmp_path / "not there") is None
 
 
 def test_tools_beside_the_interpreter_are_found_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from mmds.engine import Engine, Ranks, StepReport
 from mmds.errors import CheckpointError, DataError
 from mmds.geometry import Geometry
 from mmds.monitor import RunFolder, plan_summary, record, scalars, step_metrics
-from mmds.planner import RunPlan
+from mmds.planner import plan_lengths
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -341,14 +341,14 @@ def test_too_many_skipped_updates_in_a_row_end_every_rank_after_they_are_written
 
 def test_the_plan_in_numbers_adds_up() -> None:
     lengths = np.array([60, 50, 40, 30, 200, 20, 10, 90], dtype=np.int64)
-    plan = RunPlan(lengths, row_tokens=100, rows_per_step=2, seed=1, epochs=3)
+    plan = plan_lengths(lengths, row_tokens=100, rows_per_step=2, seed=1, epochs=3)
     summary = plan_summary(plan, 0.25)
-    assert summary["samples"] == 8 and summary["dropped_as_too_long"] == 1
-    assert summary["steps"] == plan.total_steps
-    assert summary["tokens_of_first_epoch"] == 300
-    rows = summary["steps_of_first_epoch"] * summary["rows_per_step"]
-    assert math.isclose(summary["fill_of_first_epoch"], 300 / (100 * rows))
+    first = summary["first_steps"]
+    assert summary["samples"] == 8 and summary["held_out"] == 0
+    assert summary["steps"] == plan.total_steps == first["steps"]
+    assert (first["samples"], first["tokens"], first["dropped_as_too_long"]) == (21, 900, 3)  # three epochs
+    assert math.isclose(first["fill"], 900 / (100 * first["steps"] * summary["rows_per_step"]))
     assert summary["text_only_share"] == 0.25
     assert summary["fingerprint"] == plan.fingerprint
-    other = RunPlan(lengths, row_tokens=100, rows_per_step=2, seed=2, epochs=3)
+    other = plan_lengths(lengths, row_tokens=100, rows_per_step=2, seed=2, epochs=3)
     assert plan_summary(other, 0.25)["fingerprint"] != summary["fingerprint"]

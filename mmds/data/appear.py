@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 import shutil
@@ -42,15 +41,6 @@ def appearing(target: Path) -> Iterator[Path]:
         flush_folder(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def alone(target: Path) -> Iterator[None]:
-    """Hold the right to make `target`: other processes of this machine (or a shared disk with locks) wait here meanwhile."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / f".{target.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _prefix(target: Path) -> str:

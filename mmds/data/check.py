@@ -8,6 +8,8 @@ from pathlib import Path
 
 from mmds.data.chat_tokenizer import ChatTokenizer
 from mmds.data.examine import BadSample, examine
+from mmds.data.inputs import Inputs
+from mmds.data.reasons import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +28,27 @@ class CheckReport:
     repeated_ids: int
     bad: tuple[BadSample, ...]
 
+    def kinds(self) -> list[tuple[str, int]]:
+        """(kind of reason, how many samples are bad for it), the most frequent first."""
+        return counted(sample.reason for sample in self.bad)
+
 
 def check(
     raw_paths: Sequence[Path | str],
     images_dir: Path | str | None,
     tokenizer: ChatTokenizer,
     *,
+    workers: int | None = None,
     progress: bool = False,
 ) -> CheckReport:
-    """Examine every record as `prepare` would (same arguments), and list all that is wrong."""
+    """Examine every record as `prepare` would (same arguments), and list all that is wrong.
+
+    Raises DataError only for what is not there at all: everything else is in the report.
+    """
+    inputs = Inputs.of(raw_paths, images_dir)
     samples = images = text_only = tokens = supervised = repeated_ids = 0
     bad = []
-    for sample in examine(raw_paths, images_dir, tokenizer, progress=progress):
+    for sample in examine(inputs, tokenizer, workers=workers, progress=progress):
         if isinstance(sample, BadSample):
             bad.append(sample)
             continue

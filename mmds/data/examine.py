@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import re
-import stat
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +18,18 @@ from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
-from mmds.data.chat_tokenizer import ChatTokenizer, Encoded
-from mmds.data.conversation import parse_record
+from mmds.data import sources
+from mmds.data.chat_tokenizer import ChatTokenizer
+from mmds.data.conversation import Conversation, parse_record
 from mmds.data.images import FORMATS, load_image, probe
-from mmds.data.raw import read_records
+from mmds.data.inputs import Inputs
+from mmds.data.raw_item import Inline, RawItem, Slice
 from mmds.data.shard_writer import StoredImage
+from mmds.data.workers import in_order
 from mmds.errors import DataError
 
 TRIAL_SIDE = 64  # pixels; a decode to this size reads the whole file and costs little
-AHEAD = 8  # records examined ahead, per thread
+CHUNK = 16  # records that a process takes at a time
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "JPEG2000": "jp2", "TIFF": "tif"}  # others: the type's own name
 
 
@@ -40,10 +37,11 @@ EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "JPEG2000": "jp2", "TIFF": "tif"}  # 
 class GoodSample:
     """A sample ready to store.
 
-    record: JSON bytes. ids: int32 [t], one marker per image. supervised: bool [t]. renamed: its id was
-    taken, so it is called after its file and line.
+    number: of its record in the input, from 0. record: JSON bytes. ids: int32 [t], one marker per image.
+    supervised: bool [t]. renamed: its id was taken, so it is called after its file and line.
     """
 
+    number: int
     where: str
     key: str
     record: bytes
@@ -57,10 +55,11 @@ class GoodSample:
 class BadSample:
     """A record that cannot be used. where: "file:line"; key: what it would be called; reason: one sentence.
 
-    ends_file: the file itself is broken there, nothing after it was read. All can be printed, whatever the
-    record held.
+    number: of its record in the input, from 0. ends_file: the file itself is broken there, nothing after it
+    was read. All can be printed, whatever the record held.
     """
 
+    number: int
     where: str
     key: str
     reason: str
@@ -97,113 +96,168 @@ class Names:
         return key, wanted is not None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Named:
+    """A record with its number and name, as it goes to a process."""
+
+    number: int
+    key: str
+    renamed: bool
+    item: RawItem
+
+
 def examine(
-    raw_paths: Sequence[Path | str],
-    images_dir: Path | str | None,
+    inputs: Inputs,
     tokenizer: ChatTokenizer,
     *,
-    threads: int | None = None,
+    first: int = 0,
+    last: int | None = None,
+    workers: int | None = None,
     progress: bool = False,
 ) -> Iterator[GoodSample | BadSample]:
-    """Examine every record, in file order. Pictures are read in threads, which changes nothing else.
+    """Examine records number `first` to `last` (not included; None: all), in order.
 
-    images_dir: where relative image paths start; None: the folder of each raw file.
-    threads: None means one a core, at most 8. progress: show a bar.
+    workers: processes that tokenise and decode, None: one a core; results do not depend on it. progress:
+    show a bar over the bytes of the input.
     """
-    paths = [Path(path) for path in raw_paths]
-    samples = _examine(paths, images_dir, tokenizer, threads or min(8, len(os.sched_getaffinity(0))))
-    total = sum(map(_count_lines, paths)) if progress else 0
-    yield from tqdm(samples, total=total or None, unit="sample", desc="samples", disable=not progress)
+    total = inputs.size() if progress else 0
+    with tqdm(total=total or None, unit="B", unit_scale=True, desc="prepare", disable=not progress) as bar:
+
+        def chunks() -> Iterator[list[_Named]]:
+            chunk: list[_Named] = []
+            for named in _named(inputs, last):
+                if named.number < first:
+                    bar.update(named.item.size)
+                    continue
+                chunk.append(named)
+                if len(chunk) == CHUNK:
+                    yield chunk
+                    chunk = []
+            if chunk:
+                yield chunk
+
+        good = bad = 0
+        for sizes, samples in in_order(_examine_chunk, chunks(), tokenizer, workers):
+            for size, sample in zip(sizes, samples, strict=True):
+                good, bad = good + isinstance(sample, GoodSample), bad + isinstance(sample, BadSample)
+                bar.set_postfix(samples=good, bad=bad, refresh=False)
+                bar.update(size)
+                yield sample
 
 
-def _examine(
-    paths: Sequence[Path], images_dir: Path | str | None, tokenizer: ChatTokenizer, threads: int
-) -> Iterator[GoodSample | BadSample]:
-    """`examine` without its bar: reads the pictures of a few samples ahead."""
-    pending: deque[Callable[[], GoodSample | BadSample]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for text in _texts(paths, tokenizer):
-            if isinstance(text, BadSample):
-                pending.append(partial(_same, text))
-            else:
-                base = text.raw_path.parent if images_dir is None else Path(images_dir)
-                pending.append(pool.submit(_with_images, text, base).result)
-            if len(pending) > AHEAD * threads:
-                yield pending.popleft()()
-        while pending:
-            yield pending.popleft()()
+def _named(inputs: Inputs, last: int | None) -> Iterator[_Named]:
+    """Records up to `last` with their numbers and names, which depend on all records before."""
+    names = Names()
+    for number, item in enumerate(inputs.items()):
+        if last is not None and number >= last:
+            return
+        key, renamed = (item.key, False) if item.record is None else names.name(item.record, item.where)
+        yield _Named(number=number, key=key, renamed=renamed, item=item)
+
+
+def _examine_chunk(
+    chunk: Sequence[_Named], tokenizer: ChatTokenizer
+) -> tuple[list[int], list[GoodSample | BadSample]]:
+    """(bytes of the input, samples) of some records. Their pictures are fetched together."""
+    texts = [_text(named, tokenizer) for named in chunk]
+    files = sources.read_pictures(
+        picture
+        for text in texts
+        if isinstance(text, _Text)
+        for picture in text.pictures
+        if isinstance(picture, str)
+    )
+    samples = [text if isinstance(text, BadSample) else _with_images(text, files) for text in texts]
+    return [named.item.size for named in chunk], samples
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Text:
-    """What is known of a sample before its pictures are read."""
+    """A sample before its pictures are read. pictures: a path each, or where else the bytes are."""
 
-    raw_path: Path
-    where: str
-    key: str
-    renamed: bool
+    named: _Named
     record: bytes
-    encoded: Encoded
-    image_paths: tuple[str, ...]
+    ids: NDArray[np.int32]
+    supervised: NDArray[np.bool_]
+    written: tuple[str, ...]
+    pictures: tuple[str | Slice | Inline, ...]
 
 
-def _texts(raw_paths: Sequence[Path], tokenizer: ChatTokenizer) -> Iterator[_Text | BadSample]:
-    """Parse, name and tokenise every record."""
-    names = Names()
-    for path in raw_paths:
-        try:
-            for where, record in read_records(path):
-                key, renamed = names.name(record, where)
-                try:
-                    conversation = replace(parse_record(record, where=where), key=key)
-                    yield _Text(
-                        raw_path=path,
-                        where=where,
-                        key=key,
-                        renamed=renamed,
-                        record=json.dumps(record, ensure_ascii=False).encode(),
-                        encoded=tokenizer.encode(conversation),
-                        image_paths=conversation.images,
-                    )
-                except UnicodeEncodeError:
-                    yield BadSample(where=where, key=key, reason="holds a lone surrogate, which is not text")
-                except DataError as error:
-                    yield BadSample(where=where, key=key, reason=_reason(error, where, key))
-        except DataError as error:
-            place = re.match(rf"{re.escape(str(path))}(:\d+)?", str(error))
-            where = place.group() if place else str(path)
-            rest = "; nothing after it was read" if where != str(path) else ""
-            yield BadSample(where=where, key="", reason=_reason(error, where, "") + rest, ends_file=True)
+def _text(named: _Named, tokenizer: ChatTokenizer) -> _Text | BadSample:
+    """Parse and tokenise a record."""
+    item, key = named.item, named.key
+    if item.record is None:
+        return BadSample(
+            number=named.number, where=item.where, key=key, reason=item.problem, ends_file=item.ends_file
+        )
+    try:
+        conversation = replace(parse_record(item.record, where=item.where), key=key)
+        pictures = _pictures(item, conversation)
+        encoded = tokenizer.encode(conversation)
+        record = json.dumps(item.record, ensure_ascii=False, allow_nan=False).encode()
+    except DataError as error:
+        return _bad(named, _reason(error, item.where, key))
+    except UnicodeEncodeError:
+        return _bad(named, "holds a lone surrogate, which is not text")
+    except (TypeError, ValueError) as error:  # a row of a data set may hold anything
+        return _bad(named, f"cannot be written as JSON: {error}")
+    return _Text(
+        named=named,
+        record=record,
+        ids=encoded.ids,
+        supervised=encoded.supervised,
+        written=conversation.images,
+        pictures=pictures,
+    )
 
 
-def _with_images(text: _Text, base: Path) -> GoodSample | BadSample:
+def _pictures(item: RawItem, conversation: Conversation) -> tuple[str | Slice | Inline, ...]:
+    """Where the pictures of a conversation are. Raises DataError when others came with the record."""
+    if item.pictures is None:
+        return tuple(sources.joined(item.base, path) for path in conversation.images)
+    if len(item.pictures) != len(conversation.images):
+        came = ", ".join(picture.name for picture in item.pictures) or "none"
+        raise DataError(
+            f"{len(conversation.images)} pictures are named in the record, but {len(item.pictures)} come "
+            f"with it ({came})"
+        )
+    return item.pictures
+
+
+def _with_images(text: _Text, files: Mapping[str, bytes | DataError]) -> GoodSample | BadSample:
     """Read and decode the pictures of a sample."""
-    images = []
-    for number, path in enumerate(text.image_paths):
+    named, images = text.named, []
+    for number, (written, picture) in enumerate(zip(text.written, text.pictures, strict=True)):
         try:
-            images.append(read_image(base / path, written=path))
+            images.append(stored_image(_data(picture, files), written=written))
         except DataError as error:
-            reason = f"image {number} ({path}): {error}"
-            return BadSample(where=text.where, key=text.key, reason=reason)
+            return _bad(named, f"image {number} ({written}): {error}")
     return GoodSample(
-        where=text.where,
-        key=text.key,
-        renamed=text.renamed,
+        number=named.number,
+        where=named.item.where,
+        key=named.key,
+        renamed=named.renamed,
         record=text.record,
-        ids=text.encoded.ids,
-        supervised=text.encoded.supervised,
+        ids=text.ids,
+        supervised=text.supervised,
         images=tuple(images),
     )
 
 
-def read_image(path: Path, *, written: str) -> StoredImage:
+def _data(picture: str | Slice | Inline, files: Mapping[str, bytes | DataError]) -> bytes:
+    """The bytes of a picture's file. Raises DataError with the reason."""
+    if isinstance(picture, Inline):
+        return picture.data
+    if isinstance(picture, Slice):
+        return sources.read_range(picture.path, picture.offset, picture.size)
+    found = files[picture]
+    if isinstance(found, DataError):
+        raise found
+    return found
+
+
+def stored_image(data: bytes, *, written: str) -> StoredImage:
     """A picture's file, decoded on trial. written: its path in the record. Raises DataError with a reason."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise DataError(f"{path} is not a file")
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     width, height = probe(data)
     load_image(data, height=TRIAL_SIDE, width=TRIAL_SIDE)
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -212,14 +266,8 @@ def read_image(path: Path, *, written: str) -> StoredImage:
     return StoredImage(data=data, path=written, extension=extension, width=width, height=height)
 
 
-def _count_lines(path: Path) -> int:
-    """Records of a JSONL file, roughly (blank lines count); for the progress bar only."""
-    with path.open("rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
-
-
-def _same(sample: BadSample) -> BadSample:
-    return sample
+def _bad(named: _Named, reason: str) -> BadSample:
+    return BadSample(number=named.number, where=named.item.where, key=named.key, reason=reason)
 
 
 def _reason(error: DataError, where: str, key: str) -> str:

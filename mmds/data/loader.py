@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import traceback
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from mmds.data.handover import Handover, Ticket
 from mmds.data.images import load_image
 from mmds.data.mixture import Mixture
 from mmds.data.rows import LoadedSample, Row, build_row
-from mmds.errors import ConfigError, DataError
+from mmds.data.timing import RowSeconds, StageClock
+from mmds.data.watchdog import Board, Watchdog
+from mmds.errors import ConfigError, DataError, StoreError
 from mmds.geometry import Geometry
 from mmds.planner import RunPlan
 
@@ -23,23 +32,28 @@ ROWS_AHEAD = 2  # rows that each worker prepares ahead
 TIMEOUT = 600.0  # seconds without a row after which the workers are given up
 MAX_BAD_SHARE = 0.05  # of the samples read so far; more than that is not a few bad samples
 FEW_BAD = 20  # bad samples that are always tolerated under "skip", whatever their share
+REASONS = 5  # of bad samples that the error of too many shows
 
 Samples = tuple[int, ...]
+Arrival = tuple[dict[str, Any], RowSeconds] | str
+"""The fields of a row, tensors as arrays, and what it took; or why there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one rank runs in one optimizer step. index: step of the run; rows: one a micro-step."""
+    """What one rank runs in one optimizer step. index: step of the run; rows: one a micro-step; seconds: of each row."""
 
     index: int
     rows: list[Row]
+    seconds: tuple[RowSeconds, ...] = ()
 
 
 class StepLoader:
     """Iterates the steps `start_step` to `stop_step` of a plan for one rank.
 
-    Rows do not depend on `workers`, nor on where iteration starts. Every iteration starts workers of its
-    own, which end with it.
+    Rows do not depend on `workers`, nor on where iteration starts: the position in the plan is the only
+    state, so a loader that starts at the first step not consumed goes on without repeating or leaving out a
+    row, however many were prepared ahead. Workers end with their iteration, or with `close` if `persistent`.
     """
 
     def __init__(
@@ -58,68 +72,153 @@ class StepLoader:
         interpolation: str = "bicubic",
         max_bad_share: float = MAX_BAD_SHARE,
         timeout: float = TIMEOUT,
+        pin_memory: bool = False,
+        persistent: bool = False,
     ) -> None:
         """Nothing is read before iteration.
 
-        accumulation: rows of this rank in a step. workers: processes, 0 = load in this one. stop_step: None
-        = all. on_bad: a sample that cannot be decoded is an error ("raise"), or is left out of its row and
-        listed in `Row.bad` ("skip"), up to max_bad_share of the samples read so far. timeout: seconds
-        without a row from the workers. Raises ConfigError when world x accumulation is not the plan's number
-        of rows a step.
+        accumulation: rows of this rank in a step. workers: processes, 0 = load in this one, nothing ahead.
+        stop_step: None = all. on_bad: a sample that cannot be decoded is an error ("raise"), or is left out
+        of its row and listed in `Row.bad` ("skip"), up to max_bad_share of the samples read so far. timeout:
+        seconds without a row from the workers; a tenth of it is logged. pin_memory: rows in page-locked
+        memory, for a CUDA device. persistent: keep the workers for the next iteration, until `close`. Raises
+        ConfigError when world x accumulation is not the plan's number of rows a step.
         """
         if world * accumulation != plan.rows_per_step:
             raise ConfigError(
                 f"{world} ranks x {accumulation} micro-steps are not the plan's {plan.rows_per_step} rows"
             )
-        self._plan, self._rank, self._world, self._accumulation = plan, rank, world, accumulation
-        self._builder = _RowBuilder(mixture, geometry, on_bad, interpolation)
-        self._workers, self._timeout, self._max_bad_share = workers, timeout, max_bad_share
+        self._mixture, self._geometry = mixture, geometry
+        self._on_bad, self._interpolation = on_bad, interpolation
+        self._accumulation, self._workers, self._timeout = accumulation, workers, timeout
+        self._max_bad_share, self._pin, self._persistent = max_bad_share, pin_memory, persistent
         self._steps = range(start_step, plan.total_steps if stop_step is None else stop_step)
+        self._order = _RowOrder(plan, self._steps, rank, world, accumulation)
+        self._kept: _Crew | None = None
+        self._iterating = False
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[Step]:
-        """Raises DataError naming the sample, whatever is wrong with it; never waits beyond the timeout."""
-        order = _RowOrder(self._plan, self._steps, self._rank, self._world, self._accumulation)
-        seen = bad = 0
-        rows = iter(self._loader(order))
-        try:
-            for step in self._steps:
-                taken = []
-                for micro in range(self._accumulation):
-                    samples = order.row(step, micro)
-                    arrived = _next(rows)
-                    if isinstance(arrived, _Lost):
-                        names = ", ".join(map(self._builder.mixture.key, samples))
-                        raise DataError(f"{arrived.reason} while it loaded the row of samples {names}")
-                    if isinstance(arrived, str):
-                        raise DataError(arrived)
-                    taken.append(arrived)
-                    seen, bad = seen + len(samples), bad + len(arrived.bad)
-                    self._check_share(bad, seen, arrived)
-                yield Step(index=step, rows=taken)
-        finally:
-            del rows  # the last reference: the workers end here
+        """Raises DataError naming the sample, whatever is wrong with it; never waits beyond the timeout.
 
-    def _loader(self, order: _RowOrder) -> DataLoader[Any]:
-        return DataLoader(
-            self._builder,
+        A worker that is killed raises at once, also between two steps.
+        """
+        with contextlib.closing(self.rows()) as rows:
+            for step in self._steps:
+                made = list(islice(rows, self._accumulation))
+                yield Step(index=step, rows=[row for row, _ in made], seconds=tuple(s for _, s in made))
+
+    def rows(self) -> Generator[tuple[Row, RowSeconds], None, None]:
+        """The rows of all steps, one by one, each with what it took. Raises as iteration over steps does."""
+        assert not (self._persistent and self._iterating), "persistent workers serve one iteration at a time"
+        crew, self._kept = self._kept or self._crew(), None
+        rows = iter(crew.loader)
+        crew.processes = crew.processes or crew.started()
+        dog = Watchdog(crew.board, crew.processes, self._mixture.key, self._timeout)
+        bad = _BadCount(self._max_bad_share)
+        self._iterating, sound = True, False
+        try:
+            for samples in self._order:
+                arrived = self._next(rows, crew.handover, dog, samples)
+                if isinstance(arrived, str):
+                    raise DataError(arrived)
+                row = _row(arrived[0], self._pin)
+                bad.add(row, len(samples))
+                sound = True  # whatever the consumer raises here, the workers can go on
+                yield row, arrived[1]
+                sound = False
+            sound = True
+        finally:
+            dog.ending()
+            if self._persistent and sound and dog.lost() is None:
+                self._kept = crew
+            del rows, crew  # unless kept, the last references: the workers end here
+            dog.close()
+            self._iterating = False
+
+    def row(self, step: int, micro: int) -> Row:
+        """One row of this rank, made in this process. Raises DataError as iteration does."""
+        arrived = self._builder(Board(0), None).build(self._order.row(step, micro), StageClock())
+        if isinstance(arrived, str):
+            raise DataError(arrived)
+        return _row(arrived[0], self._pin)
+
+    def close(self) -> None:
+        """End persistent workers."""
+        self._kept = None
+
+    def _next(
+        self, rows: Iterator[Arrival | Ticket], handover: Handover, dog: Watchdog, samples: Samples
+    ) -> Arrival:
+        """The next row, or why there is none."""
+        lost = dog.lost()
+        if lost is None:
+            try:
+                with dog.waiting():
+                    arrived = next(rows)
+                return handover.take(arrived) if isinstance(arrived, Ticket) else arrived
+            except (RuntimeError, OSError) as error:  # torch's own: a worker has ended, or the time is over
+                lost = dog.lost() or (
+                    f"no row has arrived for {self._timeout:g} s ({error}): {dog.overdue()}; the row of "
+                    f"samples {dog.names(samples, len(samples))} is due. Look at the sample named first and "
+                    "at its storage"
+                )
+        dog.end_processes()
+        return lost
+
+    def _crew(self) -> _Crew:
+        board = Board(self._workers)
+        handover = Handover(self._workers, slots=ROWS_AHEAD + 1)  # one more is being taken
+        loader: DataLoader[Any] = DataLoader(
+            self._builder(board, handover),
             batch_size=None,
-            sampler=order,
+            sampler=self._order,
             num_workers=self._workers,
             prefetch_factor=ROWS_AHEAD if self._workers else None,
             timeout=self._timeout if self._workers else 0,
+            multiprocessing_context="fork" if self._workers else None,
+            persistent_workers=self._persistent and self._workers > 0,
             collate_fn=_unchanged,
             generator=torch.Generator(),  # else every iteration would draw from the run's own random stream
         )
+        return _Crew(loader, board, handover)
 
-    def _check_share(self, bad: int, seen: int, row: Row) -> None:
-        if bad > max(FEW_BAD, self._max_bad_share * seen):
-            reason = row.bad[-1][1]
+    def _builder(self, board: Board, handover: Handover | None) -> _RowBuilder:
+        return _RowBuilder(self._mixture, self._geometry, self._on_bad, self._interpolation, board, handover)
+
+
+class _Crew:
+    """A DataLoader, its processes once they are started, and what they share with this one."""
+
+    def __init__(self, loader: DataLoader[Any], board: Board, handover: Handover) -> None:
+        self.loader, self.board, self.handover = loader, board, handover
+        self.processes: list[Any] = []
+        self._before = set(multiprocessing.active_children())
+
+    def started(self) -> list[Any]:
+        """Processes that were started since."""
+        return [process for process in multiprocessing.active_children() if process not in self._before]
+
+
+class _BadCount:
+    """Bad samples among those read so far."""
+
+    def __init__(self, max_share: float) -> None:
+        self._max_share = max_share
+        self._seen = self._bad = 0
+        self._reasons: deque[str] = deque(maxlen=REASONS)
+
+    def add(self, row: Row, samples: int) -> None:
+        """Count a row of so many planned samples. Raises DataError, with the last reasons, when too many are bad."""
+        self._seen, self._bad = self._seen + samples, self._bad + len(row.bad)
+        self._reasons.extend(reason for _, reason in row.bad)
+        if self._bad > max(FEW_BAD, self._max_share * self._seen):
+            reasons = "".join(f"\n  {reason}" for reason in self._reasons)
             raise DataError(
-                f"{bad} of {seen} samples read so far are bad, above {self._max_bad_share:.0%}; the last: "
-                f"{reason}. Mend the data; scripts/prepare.py --check lists what is wrong"
+                f"{self._bad} of {self._seen} samples read so far are bad, above {self._max_share:.0%}. Mend the "
+                f"data (scripts/prepare.py --check lists what is wrong); the last of them:{reasons}"
             )
 
 
@@ -143,37 +242,70 @@ class _RowOrder(Sampler[Samples]):
 class _RowBuilder(Dataset[Any]):
     """Builds a row from the numbers of its samples, in whatever process it runs."""
 
-    def __init__(self, mixture: Mixture, geometry: Geometry, on_bad: str, interpolation: str) -> None:
-        self.mixture = mixture
-        self._geometry, self._on_bad, self._interpolation = geometry, on_bad, interpolation
+    def __init__(
+        self,
+        mixture: Mixture,
+        geometry: Geometry,
+        on_bad: str,
+        interpolation: str,
+        board: Board,
+        handover: Handover | None,
+    ) -> None:
+        self._mixture, self._geometry = mixture, geometry
+        self._on_bad, self._interpolation = on_bad, interpolation
+        self._board, self._handover = board, handover
 
-    def __getitem__(self, samples: Samples) -> dict[str, Any] | str:
-        """The fields of a row, or why there is none (an exception would lose its message on the way)."""
+    def __getitem__(self, samples: Samples) -> Arrival | Ticket:
+        """A row made in a loader process, or in this one."""
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        self._board.begin_row(worker, os.getpid(), samples)
+        try:
+            made = self.build(samples, StageClock(partial(self._board.begin_stage, worker)))
+            return made if info is None or self._handover is None else self._handover.leave(worker, made)
+        finally:
+            self._board.end_row(worker)
+
+    def build(self, samples: Samples, clock: StageClock) -> Arrival:
+        """The row of these samples, or why there is none (an exception would lose its message on the way)."""
         loaded, bad = [], []
         for i in samples:
             try:
-                loaded.append(load_sample(self.mixture, i, self._geometry, self._interpolation))
+                loaded.append(load_sample(self._mixture, i, self._geometry, self._interpolation, clock))
+            except StoreError as error:
+                return str(error)
             except DataError as error:
                 if self._on_bad == "raise":
                     return f'{error}. Mend the data, or set mmds.data.on_bad_sample to "skip"'
-                bad.append((self.mixture.key(i), str(error)))
+                bad.append((self._mixture.key(i), str(error)))
             except Exception:
-                return f"sample {self.mixture.key(i)} cannot be loaded:\n{traceback.format_exc()}"
+                return f"sample {self._mixture.key(i)} cannot be loaded:\n{traceback.format_exc()}"
+        clock.enter("collate")
         try:
-            return _pack(build_row(loaded, self._geometry, bad=bad))
+            row = _fields(build_row(loaded, self._geometry, bad=bad))
         except Exception as error:
             names = ", ".join(sample.key for sample in loaded)
             return f"the row of samples {names} cannot be packed: {type(error).__name__}: {error}"
+        return row, clock.finish()
 
 
-def load_sample(mixture: Mixture, i: int, geometry: Geometry, interpolation: str = "bicubic") -> LoadedSample:
+def load_sample(
+    mixture: Mixture,
+    i: int,
+    geometry: Geometry,
+    interpolation: str = "bicubic",
+    clock: StageClock | None = None,
+) -> LoadedSample:
     """Sample i of the mixture with its pictures decoded to their planned size.
 
-    Raises DataError naming sample and image.
+    clock: is told when reading and each decoding begin. Raises DataError naming sample and image.
     """
+    clock = clock or StageClock()
+    clock.enter("read", i)
     stored = mixture.read(i)
     images = []
     for number, (data, size) in enumerate(zip(stored.image_bytes, stored.image_sizes, strict=True)):
+        clock.enter("decode", i, number, stored.image_paths[number])
         plan = geometry.plan(*size)
         try:
             images.append(load_image(data, height=plan.height, width=plan.width, interpolation=interpolation))
@@ -190,42 +322,20 @@ def load_sample(mixture: Mixture, i: int, geometry: Geometry, interpolation: str
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Lost:
-    """A row that never arrived."""
-
-    reason: str
-
-
-def _next(rows: Iterator[Any]) -> Row | str | _Lost:
-    """The next row, or why there is none."""
-    try:
-        arrived: dict[str, Any] | str = next(rows)
-        return arrived if isinstance(arrived, str) else _unpack(arrived)
-    except (RuntimeError, OSError) as error:  # torch's own: a worker was killed, or the timeout has passed
-        return _Lost(reason=f"a loader process was lost ({error})")
-
-
-def _pack(row: Row) -> dict[str, Any]:
-    """A row as it travels between processes: only pixels stay a tensor.
-
-    Every tensor that travels holds a file open and a piece of /dev/shm until it is freed; arrays are copied
-    instead.
-    """
+def _fields(row: Row) -> dict[str, Any]:
+    """The fields of a row, tensors as arrays."""
     values = {field.name: getattr(row, field.name) for field in fields(row)}
-    return {
-        name: value.numpy() if isinstance(value, Tensor) and name != "pixels" else value
-        for name, value in values.items()
-    }
+    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
-def _unpack(values: dict[str, Any]) -> Row:
-    """The row that was packed, in memory of its own."""
+def _row(values: dict[str, Any], pin: bool) -> Row:
+    """The row of these fields. pin: in page-locked memory, from which a CUDA device copies while it computes."""
     tensors = {
         name: torch.from_numpy(value) for name, value in values.items() if isinstance(value, np.ndarray)
     }
-    pixels = values["pixels"]
-    return Row(**{**values, **tensors, "pixels": pixels.clone() if pixels.is_shared() else pixels})
+    if pin:
+        tensors = {name: value.pin_memory() for name, value in tensors.items()}
+    return Row(**{**values, **tensors})
 
 
 def _unchanged(item: Any) -> Any:

@@ -12,39 +12,65 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
 from typing import IO, Any
 
 import jsonlines
 
+from mmds.data.sources import open_file, told
 from mmds.errors import DataError
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scanned:
+    """What stands at one place of a raw file. line: counted from 1, where it starts. size: its bytes.
+
+    value: what was parsed; None with a `problem` when it is no strict JSON object. ends_file: the file
+    cannot be read on from here.
+    """
+
+    line: int
+    value: Any
+    size: int = 0
+    problem: str = ""
+    ends_file: bool = False
+
+
 def read_records(path: str | PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (where, record) for every record of a JSONL file or of a JSON array, in file order.
 
-    where: "file:line", the line that the record starts on, counted from 1. The first character that is not
-    blank decides: "[" is an array (read whole into memory), anything else is JSONL (read line by line).
-    Raises DataError naming file and line for anything that is not strict UTF-8 JSON objects, and for a file
-    without records.
+    where: "file:line", the line that the record starts on, counted from 1. Raises DataError naming file and
+    line for anything that is not strict UTF-8 JSON objects, and for a file without records.
     """
-    path = Path(path)
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; check the path") from error
-    with file:
-        records = _read_array(path, file) if _starts_array(file) else _read_lines(path, file)
-        empty = True
-        for line, record in records:
-            empty = False
-            if not isinstance(record, dict):
-                kind = type(record).__name__
-                raise DataError(f"{path}:{line}: a record must be a JSON object, but this is {kind}")
-            yield f"{path}:{line}", record
+    for found in scan(str(path)):
+        if found.value is None:
+            raise DataError(f"{path}:{found.line}: {found.problem}")
+        yield f"{path}:{found.line}", found.value
+
+
+def scan(path: str) -> Iterator[Scanned]:
+    """Yield what stands at every place of a JSONL file or a JSON array, local or a URL, broken or not.
+
+    The first character that is not blank decides: "[" is an array (read whole into memory), anything else is
+    JSONL (read line by line). A broken line of JSONL is one place and reading goes on; a broken array ends
+    there. Raises DataError for a file that cannot be opened or read, or that holds nothing.
+    """
+    empty = True
+    with open_file(path) as file:
+        try:
+            for found in _read_array(file) if _starts_array(file) else _read_lines(file):
+                empty = False
+                if found.problem or isinstance(found.value, dict):
+                    yield found
+                else:
+                    kind = type(found.value).__name__
+                    problem = f"a record must be a JSON object, but this is {kind}"
+                    yield replace(found, value=None, problem=problem)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {told(error)}; check the path") from error
     if empty:
         raise DataError(f"{path}: holds no record; expected JSONL or a JSON array of objects")
 
@@ -58,38 +84,39 @@ def _starts_array(file: IO[bytes]) -> bool:
     return bool(block) and text.startswith(b"[")
 
 
-def _read_lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, value) of each line that is not blank."""
-    number = 0
+def _read_lines(file: IO[bytes]) -> Iterator[Scanned]:
+    """Every line that is not blank."""
+    number = size = 0
 
     def counted() -> Iterator[bytes]:
-        nonlocal number
+        nonlocal number, size
         for number, line in enumerate(file, 1):
+            size += len(line)
             blank = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             yield b"" if not blank.strip() else line
 
     reader = jsonlines.Reader(counted(), loads=_loads)
     while True:
+        value, problem, size = None, "", 0
         try:
             value = reader.read(allow_none=True, skip_empty=True)
         except EOFError:
             return
         except jsonlines.InvalidLineError as error:
-            reason = error.__cause__ or error
-            raise DataError(f"{path}:{number}: {_explain(reason)}") from error
+            problem = _explain(error.__cause__ or error)
         except RecursionError as error:
-            raise DataError(f"{path}:{number}: nested too deeply") from error
-        yield number, value
+            problem = _explain(error)
+        yield Scanned(line=number, value=value, size=size, problem=problem)
 
 
-def _read_array(path: Path, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, value) of each element of the one array that the file must be."""
+def _read_array(file: IO[bytes]) -> Iterator[Scanned]:
+    """Every element of the one array that the file must be, up to where that is broken."""
     data = file.read().removeprefix(codecs.BOM_UTF8)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: {_explain(error)}") from error
+        yield _end(data.count(b"\n", 0, error.start) + 1, _explain(error))
+        return
     position, line = _skip_blank(text, 0, 1)
     position, line = _skip_blank(text, position + 1, line)
     while text[position : position + 1] != "]":
@@ -97,25 +124,34 @@ def _read_array(path: Path, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
             value, end = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             inner = text.count("\n", position, error.pos) if isinstance(error, json.JSONDecodeError) else 0
-            raise DataError(f"{path}:{line + inner}: {_explain(error)}") from error
-        yield line, value
-        position, line = _next_element(path, text, end, line + text.count("\n", position, end))
+            yield _end(line + inner, _explain(error))
+            return
+        yield Scanned(line=line, value=value, size=end - position)
+        line += text.count("\n", position, end)
+        position, line, problem = _next_element(text, end, line)
+        if problem:
+            yield _end(line, problem)
+            return
     position, line = _skip_blank(text, position + 1, line)
     if position < len(text):
-        raise DataError(f"{path}:{line}: text after the array; a file is one array or JSONL, not both")
+        yield _end(line, "text after the array; a file is one array or JSONL, not both")
 
 
-def _next_element(path: Path, text: str, position: int, line: int) -> tuple[int, int]:
-    """From the end of an element to the next or to the closing bracket: (position, line number)."""
+def _end(line: int, problem: str) -> Scanned:
+    return Scanned(line=line, value=None, problem=problem, ends_file=True)
+
+
+def _next_element(text: str, position: int, line: int) -> tuple[int, int, str]:
+    """From the end of an element to the next or to the closing bracket: (position, line, what is wrong)."""
     position, line = _skip_blank(text, position, line)
     if text[position : position + 1] == "]":
-        return position, line
+        return position, line, ""
     if text[position : position + 1] != ",":
-        raise DataError(f"{path}:{line}: expected ',' or ']' after an element; the array may be cut short")
+        return position, line, "expected ',' or ']' after an element; the array may be cut short"
     position, line = _skip_blank(text, position + 1, line)
     if text[position : position + 1] == "]":
-        raise DataError(f"{path}:{line}: a comma before the closing bracket; remove it")
-    return position, line
+        return position, line, "a comma before the closing bracket; remove it"
+    return position, line, ""
 
 
 def _skip_blank(text: str, position: int, line: int) -> tuple[int, int]:
@@ -160,6 +196,14 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite, strict=True
 )
+
+
+def parse_json(text: str) -> Any:
+    """One JSON value, strictly. Raises DataError with the reason."""
+    try:
+        return _loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(_explain(error)) from error
 
 
 def _loads(line: str | bytes) -> Any:

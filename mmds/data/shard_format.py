@@ -16,21 +16,26 @@ import numpy as np
 
 from mmds.errors import DataError
 
-FORMAT = "mmds-shards-1"
+FORMAT = "mmds-shards-2"
 MANIFEST = "manifest.json"
 SKIPPED = "skipped.jsonl"
 INDEX = "index"
 TOKENS = "tokens"
 TOKEN_META = "meta.json"
+TOKEN_FILES = ("ids.bin", "supervised.bin", "starts.npy", "supervised.npy")
+
+BLOCK = 512
+"""Bytes; every member of a tar begins at a multiple of it, so 32 bits reach 2 TiB into a shard."""
 
 COLUMNS: dict[str, type[np.generic]] = {
-    "shard": np.int32,  # [n] which shard holds the sample
-    "record_offset": np.int64,  # [n] first byte of the raw record in that shard
-    "record_bytes": np.int64,  # [n]
+    "shard_start": np.int64,  # [shards + 1] samples of shard s are shard_start[s] to shard_start[s + 1]
+    "record_block": np.uint32,  # [n] where the raw record begins in its shard, in blocks
+    "record_bytes": np.uint32,  # [n]
     "image_start": np.int64,  # [n + 1] images of sample i are image_start[i] to image_start[i + 1]
-    "image_offset": np.int64,  # [m] first byte of the image in the sample's shard
-    "image_bytes": np.int64,  # [m]
-    "image_sizes": np.int32,  # [m, 2] width, height of the upright image in pixels
+    "image_block": np.uint32,  # [m] where the image begins in the sample's shard, in blocks
+    "image_bytes": np.uint32,  # [m]
+    "image_sizes": np.uint16,  # [m, 2] width, height of the upright image in pixels
+    "image_digest": np.uint32,  # [m] of the original bytes: with their number, equal for the same picture under any name
     "key_start": np.int64,  # [n + 1] into key_text
     "key_text": np.uint8,  # UTF-8
     "path_start": np.int64,  # [m + 1] into path_text
@@ -42,9 +47,10 @@ COLUMNS: dict[str, type[np.generic]] = {
 class Manifest:
     """Counts of a prepared folder, the size of every file, and what it was made from.
 
-    files: bytes of each shard and index file by its name in the folder. raw, images, on_bad: the arguments
-    of the preparation. digest: of those and of the raw files' content. skipped: bad samples left out (listed
-    in skipped.jsonl). repeated_ids: records whose id was taken and who are called after file and line.
+    files: bytes of each shard and index file by its name in the folder. raw, images_dir: the arguments of the
+    preparation. digest: of those and of the raw files' content. part: (i, n) when only the i-th of n parts is
+    here, and then whole_digest is that of all. skipped: bad samples left out (listed in skipped.jsonl). repeated_ids: records whose id was taken
+    and who are called after file and line.
     """
 
     samples: int
@@ -55,6 +61,8 @@ class Manifest:
     raw: tuple[str, ...]
     images_dir: str | None
     digest: str
+    part: tuple[int, int] | None = None
+    whole_digest: str | None = None
     skipped: int = 0
     repeated_ids: int = 0
 
@@ -71,11 +79,17 @@ class Manifest:
                 f"{folder} is not a prepared folder (no {MANIFEST}); make one with: "
                 "python scripts/prepare.py RAW.jsonl --images DIR --tokenizer NAME --out FOLDER"
             )
-        content = read_json(path)
+        return Manifest.of(read_json(path), str(path))
+
+    @staticmethod
+    def of(content: dict[str, Any], path: str) -> Manifest:
+        """The manifest of a parsed file. path: for messages. Raises DataError when it is none."""
         if content.pop("format", None) != FORMAT:
             raise DataError(f"{path} is not of format {FORMAT}; prepare the folder again with this mmds")
         try:
-            return Manifest(**{**content, "shards": tuple(content["shards"]), "raw": tuple(content["raw"])})
+            part = None if content.get("part") is None else tuple(content["part"])
+            lists = {"shards": tuple(content["shards"]), "raw": tuple(content["raw"]), "part": part}
+            return Manifest(**{**content, **lists})
         except (KeyError, TypeError) as error:
             raise DataError(f"{path} is damaged ({error}); prepare the folder again") from None
 

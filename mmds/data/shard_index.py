@@ -5,31 +5,39 @@ n samples, m images
 
 from __future__ import annotations
 
-import os
-from collections import OrderedDict
+import mmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mmds.data.shard_format import COLUMNS, INDEX, Manifest, check_files
+from mmds.data.local_folder import LocalFolder
+from mmds.data.remote import CHUNK_BYTES, RemoteFolder, is_remote
+from mmds.data.shard_format import BLOCK, COLUMNS, INDEX, MANIFEST, Manifest, check_files, read_json
 from mmds.errors import DataError
 
-OPEN_SHARDS = 64  # file handles a process keeps open
+RANDOM_BYTES = 1 << 30  # columns above this size are read here and there, never as a whole
+CHECKED = 50_000_000  # samples and images up to which every entry is checked at the start
 
 
 class ShardIndex:
     """Memory-mapped columns of a prepared folder, and positioned reads of its members."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises DataError naming the file that is missing, cut short or inconsistent."""
+    def __init__(self, path: Path | str) -> None:
+        """path: a local folder, or its URL in an object store.
+
+        Raises DataError naming the file that is missing, cut short or inconsistent.
+        """
         self.path = path
-        self.manifest = Manifest.read(path)
-        check_files(path, self.manifest.files)
-        self._columns = {name: mapped(path / INDEX / f"{name}.npy") for name in COLUMNS}
+        self.folder = open_folder(path)
+        self.manifest = _manifest(self.folder, path)
+        if isinstance(self.folder, LocalFolder):
+            check_files(self.folder.path, self.manifest.files)
+        names = {column: f"{INDEX}/{column}.npy" for column in COLUMNS}
+        files = {column: self.folder.local(name, self.manifest.files[name]) for column, name in names.items()}
+        self._columns = {column: mapped(file) for column, file in files.items()}
         _check_columns(path, self.manifest, self._columns)
-        self._files = _OpenFiles()
 
     def __len__(self) -> int:
         return self.manifest.samples
@@ -40,9 +48,19 @@ class ShardIndex:
         return self._columns["image_start"]
 
     @property
-    def image_sizes(self) -> NDArray[np.int32]:
-        """int32 [m, 2], (width, height) of each upright image in pixels."""
+    def image_sizes(self) -> NDArray[np.uint16]:
+        """uint16 [m, 2], (width, height) of each upright image in pixels."""
         return self._columns["image_sizes"]
+
+    @property
+    def image_digests(self) -> NDArray[np.uint64]:
+        """uint64 [m], digest and number of each image's original bytes: equal for the same picture under any name."""
+        digests, sizes = self._columns["image_digest"], self._columns["image_bytes"]
+        return digests.astype(np.uint64) << np.uint64(32) | sizes.astype(np.uint64)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """A column of the index by its name in COLUMNS."""
+        return self._columns[name]
 
     def key(self, i: int) -> str:
         """The name of sample i."""
@@ -65,15 +83,19 @@ class ShardIndex:
 
     def _bytes(self, i: int, kind: str, entry: int) -> bytes:
         """Bytes of one member of sample i."""
-        path = self.path / self.manifest.shards[self._columns["shard"][i]]
-        offset, size = int(self._columns[f"{kind}_offset"][entry]), int(self._columns[f"{kind}_bytes"][entry])
+        shard = int(np.searchsorted(self._columns["shard_start"], i, side="right")) - 1
+        name = self.manifest.shards[shard]
+        offset = int(self._columns[f"{kind}_block"][entry]) * BLOCK
+        size = int(self._columns[f"{kind}_bytes"][entry])
         try:
-            data = self._files.read(path, offset, size)
+            data = self.folder.read(name, offset, size)
         except OSError as error:
-            raise DataError(f"sample {self.key(i)}: cannot read {path}: {error.strerror}") from error
+            raise DataError(
+                f"sample {self.key(i)}: cannot read {self.path}/{name}: {error.strerror}"
+            ) from error
         if len(data) != size:
             raise DataError(
-                f"{path} is cut short: sample {self.key(i)} needs bytes {offset} to {offset + size}; "
+                f"{self.path}/{name} is cut short: sample {self.key(i)} needs bytes {offset} to {offset + size}; "
                 "copy the folder again or prepare it again"
             )
         return data
@@ -83,57 +105,54 @@ class ShardIndex:
         return bytes(self._columns[f"{column}_text"][start:end]).decode()
 
 
-class _OpenFiles:
-    """Positioned reads through a few open handles. A forked worker opens its own."""
-
-    def __init__(self) -> None:
-        self._process = os.getpid()
-        self._open: OrderedDict[Path, int] = OrderedDict()
-
-    def read(self, path: Path, offset: int, size: int) -> bytes:
-        """Up to `size` bytes from `offset`; fewer only at the end of the file."""
-        if self._process != os.getpid():
-            self._process, self._open = os.getpid(), OrderedDict()
-        if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY)
-            if len(self._open) > OPEN_SHARDS:
-                os.close(self._open.popitem(last=False)[1])
-        self._open.move_to_end(path)
-        parts, left = [], size
-        while left and (part := os.pread(self._open[path], left, offset + size - left)):
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
-
-    def __del__(self) -> None:
-        if self._process == os.getpid():
-            for descriptor in self._open.values():
-                os.close(descriptor)
-
-
 def mapped(path: Path) -> NDArray[Any]:
     """A .npy file, memory-mapped, as a plain array (cheap to slice). Raises DataError when it is damaged."""
     try:
-        values: NDArray[Any] = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        file: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+        if file.nbytes > RANDOM_BYTES:
+            file._mmap.madvise(
+                mmap.MADV_RANDOM
+            )  # else each sample asked for would read its neighbours' pages too
+        values: NDArray[Any] = np.asarray(file)
     except ValueError as error:
         raise DataError(f"{path} is damaged ({error}); prepare the folder again") from None
     return values
 
 
-def _check_columns(path: Path, manifest: Manifest, columns: dict[str, NDArray[Any]]) -> None:
+def open_folder(path: Path | str) -> LocalFolder | RemoteFolder:
+    """The files of a prepared folder, wherever it is."""
+    return (
+        RemoteFolder(str(path), chunk_bytes=CHUNK_BYTES) if is_remote(str(path)) else LocalFolder(Path(path))
+    )
+
+
+def _manifest(folder: LocalFolder | RemoteFolder, path: Path | str) -> Manifest:
+    if isinstance(folder, LocalFolder):
+        return Manifest.read(folder.path)
+    return Manifest.of(read_json(folder.local(MANIFEST)), f"{path}/{MANIFEST}")
+
+
+def _check_columns(path: Path | str, manifest: Manifest, columns: dict[str, NDArray[Any]]) -> None:
     """Counts must be the manifest's and every member must lie inside its shard."""
     n, m = manifest.samples, manifest.images
-    expected = {"shard": n, "record_offset": n, "record_bytes": n, "image_start": n + 1, "key_start": n + 1}
-    expected |= {"image_offset": m, "image_bytes": m, "image_sizes": m, "path_start": m + 1}
+    expected = {"shard_start": len(manifest.shards) + 1, "record_block": n, "record_bytes": n}
+    expected |= {"image_start": n + 1, "key_start": n + 1, "path_start": m + 1}
+    expected |= {"image_block": m, "image_bytes": m, "image_sizes": m, "image_digest": m}
     for name, count in expected.items():
         if len(columns[name]) != count:
             raise DataError(
-                f"{path / INDEX / name}.npy has {len(columns[name])} entries, not {count}; prepare it again"
+                f"{path}/{INDEX}/{name}.npy has {len(columns[name])} entries, not {count}; prepare it again"
             )
-    sizes = np.array([manifest.files[name] for name in manifest.shards], dtype=np.int64)
-    image_shard = np.repeat(columns["shard"], np.diff(columns["image_start"]))
-    for kind, shard in (("record", columns["shard"]), ("image", image_shard)):
-        outside = columns[f"{kind}_offset"] + columns[f"{kind}_bytes"] > sizes[shard]
-        if outside.any():
-            name = manifest.shards[shard[int(np.argmax(outside))]]
-            raise DataError(f"{path / INDEX} points past the end of {name}; prepare the folder again")
+    if n + m > CHECKED:
+        return  # reading every entry would take minutes; what a sample's own entries say is checked when it is read
+    shard_start, image_start = columns["shard_start"], columns["image_start"]
+    for name, starts, end in (("shard_start", shard_start, n), ("image_start", image_start, m)):
+        if starts[0] != 0 or starts[-1] != end or (np.diff(starts) < 0).any():
+            raise DataError(f"{path}/{INDEX}/{name}.npy is damaged; prepare the folder again")
+    for shard, name in enumerate(manifest.shards):
+        samples = shard_start[shard : shard + 2]
+        for kind, (first, last) in (("record", samples), ("image", image_start[samples])):
+            ends = columns[f"{kind}_block"][first:last].astype(np.int64) * BLOCK
+            ends += columns[f"{kind}_bytes"][first:last]
+            if (ends > manifest.files[name]).any():
+                raise DataError(f"{path}/{INDEX} points past the end of {name}; prepare the folder again")

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mmds.data.shard_format import TOKEN_META, TOKENS, check_files, read_json
+from mmds.data.remote import CHUNK_BYTES, is_remote
+from mmds.data.shard_format import TOKEN_FILES, TOKEN_META, TOKENS, check_files, read_json
 from mmds.data.shard_index import ShardIndex, mapped
 from mmds.errors import DataError
 from mmds.geometry import Geometry
@@ -37,30 +39,30 @@ class StoredSample:
 class ShardSet:
     """A prepared folder with the token ids of one tokenizer: columns memory-mapped, shards read by offset."""
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
+    def __init__(self, path: Path | str, fingerprint: str) -> None:
         """The same as `open`."""
         self.path, self.fingerprint = path, fingerprint
         self.index = ShardIndex(path)
-        tokens = token_folder(path, fingerprint)
-        self._starts: NDArray[np.int64] = mapped(tokens / "starts.npy")
-        self.supervised: NDArray[np.int32] = mapped(tokens / "supervised.npy")
+        tokens = _token_files(self.index, fingerprint)
+        self._starts: NDArray[np.int64] = mapped(tokens["starts.npy"])
+        self.supervised: NDArray[np.int32] = mapped(tokens["supervised.npy"])
         if not len(self) == len(self._starts) - 1 == len(self.supervised):
             raise DataError(
-                f"{tokens} is of another preparation: {len(self.supervised)} of {len(self)} samples"
+                f"{path}/{TOKENS}/{fingerprint} is of another preparation: {len(self.supervised)} of {len(self)} samples"
             )
-        self._ids = np.asarray(np.memmap(tokens / "ids.bin", dtype="<i4", mode="r"))
-        self._mask = np.asarray(np.memmap(tokens / "supervised.bin", dtype=np.uint8, mode="r"))
+        self._ids = _mapped_values(tokens["ids.bin"], "<i4")
+        self._mask = _mapped_values(tokens["supervised.bin"], "u1")
 
     @classmethod
     def open(cls, path: Path | str, fingerprint: str) -> ShardSet:
-        """Open the prepared folder `path` with the ids of the tokenizer `fingerprint`.
+        """Open the prepared folder `path`, local or a URL, with the ids of the tokenizer `fingerprint`.
 
         Raises DataError naming the file that is missing, cut short or damaged, or the command that adds the
         ids.
         """
-        return cls(Path(path), fingerprint)
+        return cls(path if is_remote(str(path)) else Path(path), fingerprint)
 
-    def __reduce__(self) -> tuple[Callable[..., ShardSet], tuple[Path, str]]:
+    def __reduce__(self) -> tuple[Callable[..., ShardSet], tuple[Path | str, str]]:
         return type(self).open, (self.path, self.fingerprint)  # a spawned worker maps the files itself
 
     def __len__(self) -> int:
@@ -77,18 +79,38 @@ class ShardSet:
         return self.index.image_start
 
     @property
-    def image_sizes(self) -> NDArray[np.int32]:
-        """int32 [m, 2], (width, height) of each upright image in pixels."""
+    def image_sizes(self) -> NDArray[np.uint16]:
+        """uint16 [m, 2], (width, height) of each upright image in pixels."""
         return self.index.image_sizes
 
-    def row_lengths(self, geometry: Geometry) -> NDArray[np.int64]:
-        """int64 [n], tokens of each sample once its markers are the slots that `geometry` plans."""
-        sizes = np.asarray(self.image_sizes, dtype=np.int64)
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What decides the samples and their ids: digests of the preparation's input and of the tokenizer."""
+        return self.index.manifest.digest, self.fingerprint
+
+    @property
+    def block(self) -> int:
+        """Samples that are read together and so should stay near each other in the order; 0 = any order will do."""
+        if not is_remote(str(self.path)):
+            return 0
+        total = sum(self.index.manifest.files[name] for name in self.index.manifest.shards)
+        return max(1, CHUNK_BYTES * len(self) // max(total, 1))
+
+    def row_lengths(self, geometry: Geometry, samples: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """int64 [k], tokens of these samples (None: of all, in order) once their markers are the slots that `geometry` plans."""
+        if samples is None:
+            samples = np.arange(len(self), dtype=np.int64)
+        lengths = (self._starts[samples + 1] - self._starts[samples]).astype(np.int64)
+        first, end = self.image_start[samples], self.image_start[samples + 1]
+        counts = (end - first).astype(np.int64)
+        owner = np.repeat(np.arange(len(samples)), counts)
+        within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        sizes = np.asarray(self.image_sizes[first[owner] + within], dtype=np.int64)
         distinct, which = np.unique(sizes[:, 0] << 32 | sizes[:, 1], return_inverse=True)
         plans = [geometry.plan(int(size >> 32), int(size & 0xFFFFFFFF)) for size in distinct]
         slots = np.array([plan.visual_tokens for plan in plans], dtype=np.int64)
-        more = np.concatenate([[0], np.cumsum(slots[which] - 1)])  # the marker itself is counted already
-        return np.diff(self._starts) + np.diff(more[self.image_start])
+        np.add.at(lengths, owner, slots[which] - 1)  # the marker itself is counted already
+        return lengths
 
     def key(self, i: int) -> str:
         """The name of sample i."""
@@ -122,8 +144,30 @@ def token_folder(path: Path, fingerprint: str) -> Path:
         raise DataError(
             f"{path} holds no token ids of this tokenizer and chat template (fingerprint {fingerprint}; it "
             f"holds {', '.join(present) or 'none'}). Add them, without touching the pictures, with: "
-            f"python scripts/prepare.py --tokenizer NAME --out {path}"
+            f"python scripts/prepare.py --retokenize NAME --out {path}"
         )
     folder = path / TOKENS / fingerprint
     check_files(folder, read_json(folder / TOKEN_META).get("files", {}))
     return folder
+
+
+def _token_files(index: ShardIndex, fingerprint: str) -> dict[str, Path]:
+    """Where the files of a tokenizer's ids lie, by name, with their sizes checked."""
+    inside = f"{TOKENS}/{fingerprint}"
+    if not is_remote(str(index.path)):
+        folder = token_folder(Path(index.path), fingerprint)
+        return {name: folder / name for name in TOKEN_FILES}
+    if not index.folder.exists(f"{inside}/{TOKEN_META}"):
+        raise DataError(
+            f"{index.path} holds no token ids of this tokenizer and chat template (fingerprint {fingerprint}); prepare "
+            f"it with this tokenizer: python scripts/prepare.py RAW... --tokenizer NAME --out {index.path}"
+        )
+    files = read_json(index.folder.local(f"{inside}/{TOKEN_META}")).get("files", {})
+    return {name: index.folder.local(f"{inside}/{name}", files.get(name)) for name in TOKEN_FILES}
+
+
+def _mapped_values(path: Path, kind: str) -> NDArray[Any]:
+    """A file of plain values, memory-mapped; an empty one (of a part without samples) cannot be."""
+    if path.stat().st_size == 0:
+        return np.zeros(0, dtype=kind)
+    return np.asarray(np.memmap(path, dtype=kind, mode="r"))

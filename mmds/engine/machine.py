@@ -20,14 +20,10 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 
-from mmds.data.loader import ROWS_AHEAD
-from mmds.data.mixture import Mixture
 from mmds.errors import DataError, MmdsError
-from mmds.geometry import Geometry
-from mmds.planner import RunPlan
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where loader processes leave pixels for the training process, and NCCL its buffers."""
+"""Where NCCL has its buffers between the GPUs of a machine."""
 
 STALE_S = 3600.0
 """Age of a build's lock, seconds, after which its build cannot be running."""
@@ -95,31 +91,6 @@ def _ops(ds_config: Mapping[str, Any]) -> list[str]:
         return []
     offload = ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}
     return ["FusedAdamBuilder" if offload.get("device", "none") == "none" else "CPUAdamBuilder"]
-
-
-def check_shared_memory(
-    mixture: Mixture, plan: RunPlan, geometry: Geometry, workers: int, *, folder: Path = SHARED_MEMORY
-) -> None:
-    """Refuse to start loader processes whose rows cannot fit into shared memory: the kernel would kill them on the way.
-
-    workers: loader processes of a rank; folder: where shared memory is mounted. Raises MmdsError.
-    """
-    if not workers or not folder.is_dir():
-        return
-    image = geometry.plan(geometry.image_size, geometry.image_size)
-    images = sum(len(shards.image_sizes) for shards in mixture.sets)
-    row_bytes = images / plan.epoch(0).rows * 3 * image.height * image.width
-    wanted, free = row_bytes * ranks_here() * workers * (ROWS_AHEAD + 1), shutil.disk_usage(folder).free
-    if wanted > free:
-        problem = (
-            f"{folder} is too small: {_mib(free)} are free, and the loaders' rows take about {_mib(wanted)}"
-        )
-        raise MmdsError(_shared_memory_advice(problem, 2 * wanted))
-
-
-def ranks_here() -> int:
-    """Ranks on this machine, as the launcher says: torchrun by the first name, deepspeed by the second."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
 def own_tools_first() -> None:
@@ -201,8 +172,7 @@ def _shared_memory_advice(problem: str, wanted: float) -> str:
     size = max(1, -(-int(wanted) // 2**30))
     return (
         f"{problem}. Enlarge it, as in\n"
-        f"    docker run --shm-size={size}g ...   or   mount -o remount,size={size}G {SHARED_MEMORY}\n"
-        "or load in the training process itself, with\n    --set mmds.data.workers=0"
+        f"    docker run --shm-size={size}g ...   or   mount -o remount,size={size}G {SHARED_MEMORY}"
     )
 
 

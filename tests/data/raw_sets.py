@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,22 @@ def write_set(folder: Path, pictures: Sequence[int], *, stem: str = "raw") -> Pa
         )
         records.append(record(f"s{i}", names, question))
     return write_jsonl(folder / f"{stem}.jsonl", records)
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a prepared folder; of the manifest without what names the input."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        if path.name == "manifest.json":
+            kept = {
+                name: value
+                for name, value in json.loads(data).items()
+                if name not in ("raw", "images_dir", "digest")
+            }
+            data = json.dumps(kept).encode()
+        found[str(path.relative_to(folder))] = sha256(data).hexdigest()
+    return found
 
 
 def prepared_set(folder: Path, pictures: Sequence[int], **options: Any) -> ShardSet:

@@ -81,7 +81,7 @@ def test_ids_are_the_plain_tokenisation_when_nobody_types_control_strings(
     hf = hf_tokenizer(backend, template)
     tokenizer = ChatTokenizer(hf)
     texts = _texts_for(backend)
-    system = None if template == "gemma" else "Be brief, and exact."
+    system = None if template in ("gemma", "mistral") else "Be brief, and exact."
     for i in range(len(texts)):
         a, b, c, d = (texts[(i + k) % len(texts)] for k in (0, 1, 2, 3))
         for conversation in (_say(a, b), _say(a, b, c, d), _say(a, b, c, d, system=system)):
@@ -93,7 +93,7 @@ def test_supervised_is_each_answer_with_its_end_marker_and_nothing_else(backend:
     hf = hf_tokenizer(backend, template)
     tokenizer = ChatTokenizer(hf)
     texts = _texts_for(backend)
-    marker = hf.eos_token
+    marker = {"phi3": "<|end|>"}.get(template, hf.eos_token)
     for i in range(len(texts)):
         answers = (texts[i], texts[(i + 1) % len(texts)])
         encoded = tokenizer.encode(_say("What is this?", answers[0], "Why USER: so", answers[1]))
@@ -103,8 +103,8 @@ def test_supervised_is_each_answer_with_its_end_marker_and_nothing_else(backend:
             decoded = tokenizer.decode(encoded.ids[start:end])
             assert decoded.endswith(marker)
             said = decoded.removesuffix(marker)
-            # Templates of the Llama-2 and Vicuna kind put a space around the answer, which its tokens take in.
-            bare = said.strip(" ") if template in ("llama2", "vicuna") else said
+            # Templates of the Llama-2, Mistral and Vicuna kind put a space around the answer, which its tokens take in.
+            bare = said.strip(" ") if template in ("llama2", "vicuna", "mistral") else said
             assert unicodedata.normalize("NFC", bare) == unicodedata.normalize("NFC", answer)
 
 
@@ -200,7 +200,8 @@ def test_prompt_is_a_prefix_of_training_whatever_the_answer_starts_with(backend:
         assert training.ids[: len(prompt)].tolist() == prompt.tolist()
         start, end = _stretches(training.supervised)[-1]
         assert start == len(prompt)
-        decoded = tokenizer.decode(training.ids[start:end]).removesuffix(tokenizer.hf.eos_token)
+        marker = {"phi3": "<|end|>"}.get(template, tokenizer.hf.eos_token)
+        decoded = tokenizer.decode(training.ids[start:end]).removesuffix(marker)
         assert decoded.strip() == answer.strip()
         if template.startswith("chatml") and backend.startswith("byte"):
             assert decoded == answer  # this template trims nothing

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import re
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mmds.data import loader as loader_module
-from mmds.data.loader import Step, StepLoader, load_sample
+from mmds.data.handover import Handover
+from mmds.data.loader import Step, StepLoader
 from mmds.data.mixture import Mixture
-from mmds.data.rows import IGNORE, Row, filler_row
+from mmds.data.rows import IGNORE, Row, build_row, filler_row
 from mmds.errors import ConfigError, DataError
-from mmds.planner import RunPlan
+from mmds.planner import RunPlan, plan_lengths
 from tests.data.raw_sets import GEOMETRY, chat_tokenizer, prepared_set
 
 PICTURES = [1, 0, 2, 3, 0, 1, 1, 2, 0, 1, 4, 0, 1, 1, 0, 2, 1, 0, 0, 3, 1, 2, 0, 1]
@@ -40,7 +48,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
 
 def plan_of(mixture: Mixture, rows_per_step: int, **schedule: int) -> RunPlan:
     lengths = mixture.lengths(GEOMETRY)
-    return RunPlan(
+    return plan_lengths(
         lengths, row_tokens=ROW, rows_per_step=rows_per_step, seed=5, **(schedule or {"epochs": 2})
     )
 
@@ -163,7 +171,7 @@ def test_ranks_share_out_the_rows_of_a_step(mixture: Mixture, world: int, accumu
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_later_start_gives_the_rows_of_the_uninterrupted_run(mixture: Mixture, workers: int) -> None:
     whole = list(loader_of(mixture))
-    per_epoch = plan_of(mixture, 2).epoch(0).steps
+    per_epoch = plan_of(mixture, 2, epochs=1).total_steps
     for start in (1, per_epoch - 1, per_epoch, per_epoch + 2):
         assert_same_rows(whole[start:], list(loader_of(mixture, start_step=start, workers=workers)))
     middle = list(loader_of(mixture, start_step=2, stop_step=5, workers=workers))
@@ -171,9 +179,115 @@ def test_a_later_start_gives_the_rows_of_the_uninterrupted_run(mixture: Mixture,
     assert len(loader_of(mixture, start_step=2, stop_step=5)) == 3
 
 
-def test_a_loader_can_be_iterated_again(mixture: Mixture) -> None:
-    loader = loader_of(mixture, workers=1)
-    assert_same_rows(list(loader), list(loader))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_prepared_ahead_are_not_consumed(mixture: Mixture, workers: int) -> None:
+    whole = list(loader_of(mixture))
+    for consumed in (1, 2, len(whole) - 1):
+        first = list(islice(loader_of(mixture, workers=workers), consumed))
+        rest = list(loader_of(mixture, workers=workers, start_step=consumed))
+        assert_same_rows(whole, first + rest)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_two_rows_a_worker_are_prepared_ahead(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int
+) -> None:
+    made = tmp_path / "made"
+
+    def noted(samples: Any, *arguments: Any, **options: Any) -> Row:
+        with made.open("a") as stream:
+            stream.write("row\n")
+        return build_row(samples, *arguments, **options)
+
+    monkeypatch.setattr(loader_module, "build_row", noted)
+    steps = iter(loader_of(mixture, workers=workers, epochs=9))
+    next(steps)
+    expected = 2 + 2 * workers  # a step of two rows, and what is ahead
+    deadline = time.monotonic() + 20
+    while len(made.read_text().splitlines()) < expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    assert len(made.read_text().splitlines()) == expected
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_can_be_iterated_again(mixture: Mixture, workers: int, persistent: bool) -> None:
+    loader = loader_of(mixture, workers=workers, persistent=persistent)
+    expected = list(loader_of(mixture))
+    assert_same_rows(expected, list(loader))
+    assert_same_rows(expected[:2], list(islice(loader, 2)))  # left in the middle, with rows ahead
+    assert_same_rows(expected, list(loader))
+    loader.close()
+
+
+def test_pixels_stay_bytes_until_the_device(mixture: Mixture) -> None:
+    for step in loader_of(mixture, workers=1, steps=2):
+        for row in step.rows:
+            assert row.pixels.dtype == torch.uint8 and row.pixels.is_contiguous()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("pin", [False, True])
+def test_every_tensor_is_pinned_when_asked(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch, workers: int, pin: bool
+) -> None:
+    """Page-locked memory needs a CUDA driver; a copy stands for it here."""
+    pinned: list[int] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        pinned.append(copy.data_ptr())
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    steps = list(loader_of(mixture, workers=workers, pin_memory=pin, steps=3))
+    assert_same_rows(list(loader_of(mixture, steps=3)), steps)
+    for step in steps:
+        for row in step.rows:
+            values = [getattr(row, field.name) for field in fields(Row)]
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            assert len(tensors) == 7
+            assert all((tensor.data_ptr() in pinned) == pin for tensor in tensors)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_rows_are_page_locked(mixture: Mixture) -> None:
+    for step in loader_of(mixture, workers=1, pin_memory=True, steps=2):
+        for row in step.rows:
+            values = [getattr(row, field.name) for field in fields(Row)]
+            assert all(value.is_pinned() for value in values if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_row_says_what_its_stages_took(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    delays = {"read": 0.03, "decode": 0.02, "collate": 0.05}
+    after(monkeypatch, Mixture, "read", lambda *_: time.sleep(delays["read"]))
+    after(monkeypatch, loader_module, "load_image", lambda *_: time.sleep(delays["decode"]))
+    after(monkeypatch, loader_module, "build_row", lambda *_: time.sleep(delays["collate"]))
+    start = time.monotonic()
+    steps = list(loader_of(mixture, workers=workers, steps=2))
+    wall = time.monotonic() - start
+    total = 0.0
+    for step in steps:
+        for row, took in zip(step.rows, step.seconds, strict=True):
+            assert took.read >= delays["read"] * len(row.sample_keys)
+            assert took.decode >= delays["decode"] * len(row.image_names)
+            assert took.collate >= delays["collate"]
+            total += took.read + took.decode + took.collate
+    assert total <= max(workers, 1) * wall
+
+
+def test_one_row_can_be_made_alone(damaged: Mixture, mixture: Mixture) -> None:
+    for step in list(loader_of(mixture))[:3]:
+        for micro, row in enumerate(step.rows):
+            alone = loader_of(mixture).row(step.index, micro)
+            assert alone.sample_keys == row.sample_keys and torch.equal(alone.pixels, row.pixels)
+    whole = loader_of(damaged)
+    with pytest.raises(DataError, match=r"sample m:s(5 image 1|8 image 0)"):
+        [whole.row(step, micro) for step in range(len(whole)) for micro in range(2)]
 
 
 def test_loading_leaves_the_random_streams_alone(mixture: Mixture) -> None:
@@ -196,6 +310,29 @@ def test_rows_own_their_memory(mixture: Mixture) -> None:
 def test_ranks_that_do_not_fit_the_plan_are_refused(mixture: Mixture) -> None:
     with pytest.raises(ConfigError, match=r"2 ranks x 2 micro-steps .* 6 rows"):
         loader_of(mixture, 6, world=2, accumulation=2)
+
+
+def test_what_is_handed_over_is_whole_and_its_own() -> None:
+    handover = Handover(1, slots=2)
+    large = {"pixels": np.arange(3_000_000, dtype=np.int32), "none": np.zeros((0, 3)), "key": "x" * 100_000}
+    first, second = handover.leave(0, large), handover.leave(0, "second")
+    taken = handover.take(first)
+    assert np.array_equal(taken["pixels"], large["pixels"]) and taken["none"].shape == (0, 3)
+    assert taken["key"] == large["key"]
+    handover.leave(0, {"pixels": np.zeros(3_000_000, dtype=np.int32)})
+    assert np.array_equal(taken["pixels"], large["pixels"])
+    assert handover.take(second) == "second"
+    with pytest.raises(AssertionError, match="overwritten"):
+        handover.take(first)
+    assert len(pickle.dumps(first)) < 512, "a ticket passes a pipe whole or not at all"
+
+
+def test_handing_over_leaves_no_file_open(mixture: Mixture) -> None:
+    list(loader_of(mixture, workers=2, steps=2))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        list(loader_of(mixture, workers=2, steps=2))
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # Samples that go bad between preparation and training.
@@ -246,7 +383,7 @@ def test_a_skipped_sample_leaves_the_plan_in_lockstep(damaged: Mixture, workers:
 
 def test_a_row_of_bad_samples_only_is_the_filler_row(damaged: Mixture) -> None:
     lengths = damaged.lengths(GEOMETRY)
-    plan = RunPlan(lengths, row_tokens=int(lengths.max()), rows_per_step=12, seed=0, epochs=1)
+    plan = plan_lengths(lengths, row_tokens=int(lengths.max()), rows_per_step=12, seed=0, epochs=1)
     rows = next(
         iter(StepLoader(damaged, plan, GEOMETRY, rank=0, world=1, accumulation=12, workers=0, on_bad="skip"))
     ).rows
@@ -258,37 +395,78 @@ def test_a_row_of_bad_samples_only_is_the_filler_row(damaged: Mixture) -> None:
         assert row.supervised == 0 and row.pixels.shape[0] == 0
 
 
-def test_too_many_skipped_samples_end_the_run(damaged: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_too_many_skipped_samples_end_the_run_with_their_reasons(
+    damaged: Mixture, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
     monkeypatch.setattr(loader_module, "FEW_BAD", 3)
-    with pytest.raises(
-        DataError, match=r"4 of \d+ samples read so far are bad, above 5%; the last: sample m:s"
-    ):
-        list(loader_of(damaged, on_bad="skip", epochs=9))
+    with pytest.raises(DataError, match=r"4 of \d+ samples read so far are bad, above 5%") as error:
+        list(loader_of(damaged, on_bad="skip", epochs=9, workers=workers))
+    reasons = str(error.value).splitlines()[1:]
+    assert sorted(reason.split(":")[1] for reason in reasons) == [
+        "s5 image 1 (p6.png)",
+        "s5 image 1 (p6.png)",
+        "s8 image 0 (p9.png)",
+        "s8 image 0 (p9.png)",
+    ]
+    assert all("not an image" in reason for reason in reasons)
+
+
+def test_a_tolerated_share_of_skipped_samples_goes_on(
+    damaged: Mixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "FEW_BAD", 3)
     assert len(list(loader_of(damaged, on_bad="skip", max_bad_share=0.5, epochs=9))) >= 9
 
 
 # Workers that fail.
 
 
-def fail_on(monkeypatch: pytest.MonkeyPatch, key: str, action: Any) -> None:
-    """Run `action` in place of loading one sample (forked workers inherit this)."""
-    whole = load_sample
+def after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Any) -> None:
+    """Run `action` on the arguments before the function itself (forked workers inherit this)."""
+    whole = getattr(owner, name)
 
-    def broken(mixture: Mixture, i: int, *arguments: Any) -> Any:
-        return action() if mixture.key(i) == key else whole(mixture, i, *arguments)
+    def changed(*arguments: Any, **options: Any) -> Any:
+        action(*arguments)
+        return whole(*arguments, **options)
 
-    monkeypatch.setattr(loader_module, "load_sample", broken)
+    monkeypatch.setattr(owner, name, changed)
+
+
+def at_sample(monkeypatch: pytest.MonkeyPatch, key: str, action: Any) -> None:
+    """Run `action` when the stored bytes of a sample are about to be read."""
+    after(monkeypatch, Mixture, "read", lambda mixture, i: action() if mixture.key(i) == key else None)
+
+
+def at_picture(monkeypatch: pytest.MonkeyPatch, data: bytes, action: Any) -> None:
+    """Run `action` when a picture is about to be decoded."""
+    after(monkeypatch, loader_module, "load_image", lambda given: action() if given == data else None)
+
+
+def picture_of(mixture: Mixture, key: str, number: int) -> bytes:
+    """An encoded picture of a sample."""
+    (i,) = (i for i in range(len(mixture)) if mixture.key(i) == key)
+    return mixture.read(i).image_bytes[number]
 
 
 @pytest.fixture
 def no_workers_stay() -> Iterator[None]:
     """Fails the test when a process that it started is still there ten seconds after its end."""
     before = set(multiprocessing.active_children())
+    handler = signal.getsignal(signal.SIGCHLD)
     yield
     deadline = time.monotonic() + 10
     while set(multiprocessing.active_children()) - before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not set(multiprocessing.active_children()) - before
+    left = signal.getsignal(signal.SIGCHLD)
+    assert left is handler or "torch" in getattr(left, "__module__", ""), "a handler of ours stays behind"
+    assert not [t for t in threading.enumerate() if t.name == "mmds-loader-watchdog" and lives_on(t)]
+
+
+def lives_on(thread: threading.Thread) -> bool:
+    thread.join(timeout=5)
+    return thread.is_alive()
 
 
 @pytest.mark.usefixtures("no_workers_stay")
@@ -297,34 +475,107 @@ def no_workers_stay() -> Iterator[None]:
 def test_an_unforeseen_error_names_the_sample(
     mixture: Mixture, monkeypatch: pytest.MonkeyPatch, workers: int, on_bad: str
 ) -> None:
-    fail_on(monkeypatch, "b:s3", lambda: 1 // 0)
+    at_sample(monkeypatch, "b:s3", lambda: 1 // 0)
     with pytest.raises(DataError, match=r"sample b:s3 cannot be loaded(?s:.*)ZeroDivisionError"):
         list(loader_of(mixture, workers=workers, on_bad=on_bad))
 
 
+def fate(mixture: Mixture, **options: Any) -> str:
+    """The error that ends an iteration, within a minute."""
+    start = time.monotonic()
+    with pytest.raises(DataError) as error:
+        list(loader_of(mixture, **options))
+    assert time.monotonic() - start < 60
+    return str(error.value)
+
+
 @pytest.mark.usefixtures("no_workers_stay")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_killed_worker_ends_the_run_and_names_its_row(
-    mixture: Mixture, monkeypatch: pytest.MonkeyPatch, workers: int
+@pytest.mark.parametrize(
+    ("number", "means"),
+    [
+        (signal.SIGKILL, r"signal 9; the machine may be out of memory"),
+        (signal.SIGBUS, r"signal 7, bus error: .* or /dev/shm is full, \d+ of \d+ MiB free"),
+        (signal.SIGSEGV, r"signal 11, Segmentation fault"),
+    ],
+)
+def test_a_killed_worker_ends_the_run_and_names_what_it_was_at(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch, workers: int, number: int, means: str
 ) -> None:
-    fail_on(monkeypatch, "b:s3", lambda: os.kill(os.getpid(), signal.SIGKILL))
-    start = time.monotonic()
-    with pytest.raises(
-        DataError, match=r"a loader process was lost \(.*\) while it loaded the row of samples [ab]:s"
-    ):
-        list(loader_of(mixture, workers=workers))
-    assert time.monotonic() - start < 60
+    at_picture(monkeypatch, picture_of(mixture, "a:s10", 2), lambda: os.kill(os.getpid(), number))
+    assert re.fullmatch(
+        rf"loader process \d+ was killed \({means}[^;]*\) while it was decoding sample a:s10 image 2 \(p14\.png\), "
+        r"for the row of samples ([ab]:s\d+, )*a:s10(, [ab]:s\d+)*",
+        fate(mixture, workers=workers),
+    )
 
 
 @pytest.mark.usefixtures("no_workers_stay")
-def test_a_worker_that_hangs_ends_the_run_and_names_its_row(
-    mixture: Mixture, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_is_killed_while_a_step_trains_ends_the_run_at_once(mixture: Mixture) -> None:
+    steps = iter(loader_of(mixture, workers=1, epochs=9))
+    before = set(multiprocessing.active_children())
+    next(steps)
+    (worker,) = set(multiprocessing.active_children()) - before
+    died = rf"^loader process {worker.pid} was killed \(signal 9;.* of samples [ab]:s\d+"
+    with pytest.raises(DataError, match=died):
+        os.kill(worker.pid or 0, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            time.sleep(0.01)  # the training step
+    with pytest.raises(DataError, match=died):
+        next(steps)  # even if somebody has swallowed the first error
+
+
+@pytest.mark.usefixtures("no_workers_stay")
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_worker_that_exits_by_itself_ends_the_run(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    fail_on(monkeypatch, "b:s3", lambda: time.sleep(600))
-    start = time.monotonic()
-    with pytest.raises(DataError, match=r"lost \(.*timed out.*\) while it loaded the row of .*b:s3"):
-        list(loader_of(mixture, workers=1, timeout=2))
-    assert time.monotonic() - start < 60
+    at_sample(monkeypatch, "b:s3", lambda: os._exit(status))
+    expected = (
+        rf"^loader process \d+ ended by itself with exit status {status} while it was reading sample b:s3"
+    )
+    assert re.match(expected, fate(mixture, workers=1, timeout=2))
+
+
+@pytest.mark.usefixtures("no_workers_stay")
+@pytest.mark.parametrize("stuck", ["asleep", "stopped", "deaf"])
+def test_a_worker_that_hangs_ends_the_run_and_names_what_it_is_at(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stuck: str
+) -> None:
+    def hang() -> None:
+        if stuck == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if stuck == "deaf":
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        time.sleep(600)
+
+    at_picture(monkeypatch, picture_of(mixture, "a:s10", 2), hang)
+    said = fate(mixture, workers=2, timeout=2)
+    doing = r"loader process \d+ has been decoding sample a:s10 image 2 \(p14\.png\) for (\d+\.\d) s"
+    found = re.match(
+        rf"no row has arrived for 2 s \(.*timed out.*\): {doing}; the row of samples .*a:s10.* is due", said
+    )
+    assert found and 1.5 <= float(found[1]) < 10
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    found = re.fullmatch(rf"waiting for a row for 0\.\d s: {doing}", warnings[-1])
+    assert found and 0.1 <= float(found[1]) < 2
+    assert len(warnings) <= 2, "one line a wait"  # a slow machine may have waited before
+
+
+@pytest.mark.usefixtures("no_workers_stay")
+def test_a_hanging_read_names_the_sample(mixture: Mixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_sample(monkeypatch, "a:s5", lambda: time.sleep(600))
+    assert re.search(r"has been reading sample a:s5 for \d", fate(mixture, workers=1, timeout=1))
+
+
+def test_without_workers_a_long_wait_is_logged(
+    mixture: Mixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    at_sample(monkeypatch, "b:s3", lambda: time.sleep(1))
+    assert list(loader_of(mixture, workers=0, timeout=3))
+    warnings = [record.getMessage() for record in caplog.records]
+    assert any("has been reading sample b:s3 for 0." in warning for warning in warnings)
 
 
 @pytest.mark.usefixtures("no_workers_stay")
@@ -345,3 +596,39 @@ def test_workers_end_with_the_iteration(mixture: Mixture, ending: str) -> None:
     for worker in workers:
         worker.join(timeout=10)
         assert not worker.is_alive()
+
+
+@pytest.mark.usefixtures("no_workers_stay")
+@pytest.mark.parametrize("ending", ["closed", "forgotten", "killed"])
+def test_persistent_workers_serve_every_iteration_until_the_end(mixture: Mixture, ending: str) -> None:
+    before = set(multiprocessing.active_children())
+    loader = loader_of(mixture, workers=2, persistent=True)
+    list(loader)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    list(islice(loader, 1))
+    assert set(multiprocessing.active_children()) - before == workers
+    if ending == "closed":
+        loader.close()
+    elif ending == "forgotten":
+        del loader
+    else:
+        with pytest.raises(DataError, match="killed"):
+            for step in loader:
+                if step.index == 1:
+                    for worker in workers:
+                        worker.kill()
+                        worker.join()
+        assert_same_rows(list(loader_of(mixture)), list(loader))  # with new workers
+        loader.close()
+    for worker in workers:
+        worker.join(timeout=10)
+        assert not worker.is_alive()
+
+
+def test_other_children_may_fail_meanwhile(mixture: Mixture) -> None:
+    """A child that is none of ours may end as it likes while rows are loaded."""
+    for step in loader_of(mixture, workers=1, steps=3):
+        assert (
+            subprocess.run([sys.executable, "-c", f"raise SystemExit({step.index})"]).returncode == step.index
+        )

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmds.data import prepare as prepare_module
+from mmds.data import write as write_module
 from mmds.data.check import check
 from mmds.data.prepare import ensure_prepared, prepare, prepared_folder
 from mmds.data.shard_format import Manifest
@@ -136,20 +136,65 @@ def test_a_set_without_a_usable_sample_is_refused(tmp_path: Path) -> None:
         prepare([raw], None, TOKENIZER, tmp_path / "out", on_bad="skip", max_bad_share=1.0)
 
 
-def test_a_broken_raw_file_is_never_skipped(tmp_path: Path) -> None:
-    raw = write_jsonl(tmp_path / "raw.jsonl", [record("a"), record("b")])
-    raw.write_text(raw.read_text() + '{"id": "c", NaN}\n')
-    with pytest.raises(DataError, match=r"raw\.jsonl:3: invalid JSON"):
+def test_every_broken_line_is_a_bad_sample_and_reading_goes_on(tmp_path: Path) -> None:
+    lines = [json.dumps(record(key)).encode() for key in "abcd"]
+    broken = [b'{"id": "x", NaN}', b'{"id": "caf\xe9"}', b"[1]", b'{"id": 1, "id": 2}', b'{"id": "cut']
+    raw = tmp_path / "raw.jsonl"
+    raw.write_bytes(b"\n".join(line for pair in zip(lines, broken, strict=False) for line in pair))
+    raw.write_bytes(raw.read_bytes() + b"\n\n" + broken[-1])
+    wanted = [
+        (2, "invalid JSON"),
+        (4, "not UTF-8"),
+        (6, "must be a JSON object"),
+        (8, "duplicate key"),
+        (10, "invalid JSON"),
+    ]
+    report = check([raw], None, TOKENIZER)
+    assert report.samples == 4
+    assert [(bad.where, bad.key) for bad in report.bad] == [(f"{raw}:{line}", "") for line, _ in wanted]
+    assert all(why in bad.reason for bad, (_, why) in zip(report.bad, wanted, strict=True))
+    with pytest.raises(DataError, match=r"raw\.jsonl:2: invalid JSON.*--on-bad skip"):
+        prepare([raw], None, TOKENIZER, tmp_path / "out")
+    with pytest.raises(DataError, match=r"5 of 9 samples are bad"):
+        prepare([raw], None, TOKENIZER, tmp_path / "out", on_bad="skip")
+    manifest = prepare([raw], None, TOKENIZER, tmp_path / "out", on_bad="skip", max_bad_share=0.6)
+    assert manifest.skipped == 5
+    assert keys(tmp_path / "out") == ["a", "b", "c", "d"]
+    listed = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
+    assert [entry["where"] for entry in listed] == [bad.where for bad in report.bad]
+
+
+def test_a_broken_array_ends_its_file_and_is_never_skipped(tmp_path: Path) -> None:
+    raw = tmp_path / "raw.json"
+    raw.write_text(f'[{json.dumps(record("a"))},\n {{"id": NaN}}, {json.dumps(record("b"))}]')
+    with pytest.raises(DataError, match=r"raw\.json:2: NaN.*nothing after it was read.*--check"):
         prepare([raw], None, TOKENIZER, tmp_path / "out", on_bad="skip", max_bad_share=1.0)
     other = write_jsonl(tmp_path / "other.jsonl", [record("d", ["nowhere.png"])])
-    report = check([raw, other], None, TOKENIZER)
-    assert report.samples == 2
-    assert [(bad.where, bad.key) for bad in report.bad] == [(f"{raw}:3", ""), (f"{other}:1", "d")]
-    assert report.bad[0].reason.startswith("invalid JSON")
+    report = check([raw, other, tmp_path / "gone.jsonl"], None, TOKENIZER)
+    assert report.samples == 1
+    places = [(f"{raw}:2", ""), (f"{other}:1", "d"), (str(tmp_path / "gone.jsonl"), "")]
+    assert [(bad.where, bad.key) for bad in report.bad] == places
     assert report.bad[0].reason.endswith("nothing after it was read")
 
 
-@pytest.mark.parametrize("bad_path", ["nowhere.jsonl", "."])
+def test_reasons_are_counted_by_kind(tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes(picture(2, size=(200, 200))[:-30])
+    records = [record(f"m{i}", [f"nowhere/{i}.png"]) for i in range(3)]
+    records += [record(f"c{i}", [], "<image>" * (i + 1) + "What?") for i in range(2)]
+    records += [
+        {"id": "r", "conversations": talk("a") + talk("b")[1:]},
+        record("cut", ["cut.png"]),
+        record("ok"),
+    ]
+    report = check([write_jsonl(tmp_path / "raw.jsonl", records)], None, TOKENIZER)
+    counts = dict(report.kinds())
+    assert counts["picture: cannot read: No such file or directory"] == 3
+    assert counts["N image markers but N images"] == 2
+    assert sum(counts.values()) == len(report.bad) == 7
+    assert list(counts.values()) == sorted(counts.values(), reverse=True)
+
+
+@pytest.mark.parametrize("bad_path", ["nowhere.jsonl", ""])
 def test_a_raw_file_that_cannot_be_read_is_named(tmp_path: Path, bad_path: str) -> None:
     with pytest.raises(DataError, match=rf"{tmp_path / bad_path}: cannot be read"):
         prepare([tmp_path / bad_path], None, TOKENIZER, tmp_path / "out")
@@ -252,7 +297,7 @@ def test_the_same_command_again_reuses_the_folder(tmp_path: Path, monkeypatch: p
     raw = write_set(tmp_path / "set", [1, 0])
     first = prepare([raw], None, TOKENIZER, tmp_path / "out")
     before = listing(tmp_path / "out")
-    monkeypatch.setattr(prepare_module, "examine", None)  # looking at the data again would fail
+    monkeypatch.setattr(write_module, "examine", None)  # looking at the data again would fail
     assert prepare([raw], None, TOKENIZER, tmp_path / "out") == first
     assert listing(tmp_path / "out") == before
 
@@ -370,7 +415,7 @@ def test_a_raw_mix_path_is_prepared_once_beside_it(tmp_path: Path, monkeypatch: 
     assert folder == prepared_folder(raw) and folder.parent == raw.parent / ".cache" / "mmds"
     assert keys(folder) == ["s0", "s1"]
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "examine", None)
+        patch.setattr(write_module, "examine", None)
         assert ensure_prepared(raw, TOKENIZER) == folder
         other = chat_tokenizer("unigram")
         assert ensure_prepared(raw, other) == folder  # the ids are added, the pictures stay
@@ -384,7 +429,7 @@ def test_a_prepared_mix_path_is_taken_as_it_is(tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare([write_set(tmp_path / "set", [0])], None, TOKENIZER, out)
     assert ensure_prepared(out, TOKENIZER) == out
-    with pytest.raises(DataError, match=r"prepare\.py --tokenizer NAME"):
+    with pytest.raises(DataError, match=r"prepare\.py --retokenize NAME"):
         ensure_prepared(out, chat_tokenizer("unigram"))
     with pytest.raises(DataError, match="cannot be read"):
         ensure_prepared(tmp_path / "nowhere.jsonl", TOKENIZER)
@@ -412,10 +457,11 @@ def test_the_script_checks_prepares_and_reports(tmp_path: Path) -> None:
     done = run_script(raw, "--tokenizer", tmp_path / "tokenizer", "--check")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert [
+    assert all(
         line.startswith(f"{raw}:{n}: sample {key}: ") for line, (n, key, _) in zip(lines, bad, strict=False)
-    ]
+    )
     assert lines[len(bad)].startswith(f"{len(bad)} bad and 3 good samples (1 text-only, 2 images, ")
+    assert sum(int(line.split()[0]) for line in lines[len(bad) + 1 :]) == len(bad)  # the summary by reason
     sample = ROOT / "data" / "sample"
     done = run_script(
         sample / "llava.jsonl",
@@ -427,7 +473,7 @@ def test_the_script_checks_prepares_and_reports(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "20 samples (4 text-only), 21 images" in done.stdout
-    assert "20/20" in done.stderr  # the bar
+    assert "samples=20" in done.stderr  # the bar
     assert Manifest.read(tmp_path / "out").samples == 20
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmds.data import shard_index
+from mmds.data import local_folder
 from mmds.data.conversation import parse_record
 from mmds.data.images import load_image
 from mmds.data.prepare import add_tokens, prepare
@@ -24,7 +24,7 @@ from mmds.data.shard_index import ShardIndex
 from mmds.data.shard_writer import MAX_STEM, member_stem
 from mmds.data.shards import ShardSet
 from mmds.errors import DataError
-from mmds.planner import RunPlan
+from mmds.planner import plan_lengths
 from tests.data.raw_sets import GEOMETRY, chat_tokenizer, picture, prepared_set, record, write_jsonl
 
 ODD_KEYS = [
@@ -163,7 +163,7 @@ def test_planning_needs_no_shard_at_all(copy: Path, small: ShardSet) -> None:
     shards = ShardSet.open(copy, small.fingerprint)
     for path in copy.glob("*.tar"):
         path.unlink()
-    plan = RunPlan(
+    plan = plan_lengths(
         shards.row_lengths(GEOMETRY), row_tokens=200, rows_per_step=2, seed=0, epochs=1, names=shards.key
     )
     assert plan.total_steps > 0
@@ -183,6 +183,24 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     first, second = (prepared_set(tmp_path / name, [2, 0, 1]) for name in "ab")
     for name in [*first.index.manifest.files, f"tokens/{first.fingerprint}/ids.bin"]:
         assert (first.path / name).read_bytes() == (second.path / name).read_bytes()
+
+
+def test_the_index_of_a_sample_with_one_picture_takes_less_than_64_bytes_beside_its_names(
+    tmp_path: Path,
+) -> None:
+    """Counted by adding samples, with the two columns that belong to the ids of a tokenizer."""
+    index, tokens = [], []
+    for count in (10, 60):
+        shards = prepared_set(tmp_path / str(count), [1] * count)
+        files = [
+            path
+            for path in Path(shards.path).glob("index/*.npy")
+            if path.stem not in ("key_text", "path_text")
+        ]
+        index.append(sum(path.stat().st_size for path in files))
+        tokens.append(sum(path.stat().st_size for path in Path(shards.path).glob("tokens/*/*.npy")))
+    assert (index[1] - index[0]) / 50 == 48
+    assert (index[1] + tokens[1] - index[0] - tokens[0]) / 50 == 60 < 64
 
 
 def test_text_only_sets_have_no_images(tmp_path: Path) -> None:
@@ -210,7 +228,7 @@ def test_a_pickled_set_carries_its_path_only(small: ShardSet) -> None:
 
 
 def test_few_handles_stay_open(small: ShardSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_index, "OPEN_SHARDS", 2)
+    monkeypatch.setattr(local_folder, "OPEN_SHARDS", 2)
     shards = ShardSet.open(small.path, small.fingerprint)
     assert len(shards.index.manifest.shards) > 3
     before = len(os.listdir("/proc/self/fd"))
@@ -222,7 +240,7 @@ def test_few_handles_stay_open(small: ShardSet, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "name", ["shard-00002.tar", "index/image_offset.npy", "tokens/FP/ids.bin", "tokens/FP/starts.npy"]
+    "name", ["shard-00002.tar", "index/image_block.npy", "tokens/FP/ids.bin", "tokens/FP/starts.npy"]
 )
 @pytest.mark.parametrize("damage", ["cut", "longer", "missing", "empty"])
 def test_a_file_of_another_size_is_named(copy: Path, small: ShardSet, name: str, damage: str) -> None:
@@ -254,10 +272,10 @@ def test_a_missing_half_is_named(copy: Path, small: ShardSet) -> None:
 
 
 def test_an_index_that_points_outside_its_shard_is_refused(copy: Path, small: ShardSet) -> None:
-    path = copy / "index" / "image_offset.npy"
-    offsets = np.load(path)
-    offsets[2] += 10**6
-    np.save(path, offsets)
+    path = copy / "index" / "image_block.npy"
+    blocks = np.load(path)
+    blocks[2] += 10**6
+    np.save(path, blocks)
     with pytest.raises(DataError, match=r"points past the end of shard-0000\d\.tar"):
         ShardSet.open(copy, small.fingerprint)
 
@@ -266,7 +284,7 @@ def test_an_index_of_other_counts_is_refused(copy: Path, small: ShardSet) -> Non
     content = json.loads((copy / MANIFEST).read_text())
     content["samples"] += 1
     (copy / MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"shard\.npy has 9 entries, not 10"):
+    with pytest.raises(DataError, match=r"record_block\.npy has 9 entries, not 10"):
         ShardSet.open(copy, small.fingerprint)
 
 
@@ -282,9 +300,9 @@ def test_a_damaged_manifest_is_named(copy: Path, small: ShardSet, content: str) 
 
 
 def test_a_damaged_column_is_named(copy: Path, small: ShardSet) -> None:
-    path = copy / "index" / "shard.npy"
+    path = copy / "index" / "shard_start.npy"
     path.write_bytes(b"\0" * path.stat().st_size)
-    with pytest.raises(DataError, match=r"shard\.npy is damaged"):
+    with pytest.raises(DataError, match=r"shard_start\.npy is damaged"):
         ShardSet.open(copy, small.fingerprint)
 
 
@@ -301,7 +319,7 @@ def test_another_tokenizer_is_refused_with_the_command_that_adds_it(copy: Path, 
     other = chat_tokenizer("unigram")
     with pytest.raises(
         DataError,
-        match=rf"{other.fingerprint}.*{small.fingerprint}.*prepare\.py --tokenizer NAME --out {copy}",
+        match=rf"{other.fingerprint}.*{small.fingerprint}.*prepare\.py --retokenize NAME --out {copy}",
     ):
         ShardSet.open(copy, other.fingerprint)
     pictures = {path: path.read_bytes() for path in [*copy.glob("*.tar"), *copy.glob("index/*")]}
