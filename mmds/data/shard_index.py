@@ -6,6 +6,7 @@ n samples, m images
 from __future__ import annotations
 
 import mmap
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class ShardIndex:
         files = {column: self.folder.local(name, self.manifest.files[name]) for column, name in names.items()}
         self._columns = {column: mapped(file) for column, file in files.items()}
         _check_columns(path, self.manifest, self._columns)
+        self._shard_starts = self._columns["shard_start"].tolist()
 
     def __len__(self) -> int:
         return self.manifest.samples
@@ -79,12 +81,12 @@ class ShardIndex:
         return self._bytes(i, "record", i)
 
     def _images(self, i: int) -> range:
-        return range(int(self.image_start[i]), int(self.image_start[i + 1]))
+        start, end = self.image_start[i : i + 2].tolist()
+        return range(start, end)
 
     def _bytes(self, i: int, kind: str, entry: int) -> bytes:
         """Bytes of one member of sample i."""
-        shard = int(np.searchsorted(self._columns["shard_start"], i, side="right")) - 1
-        name = self.manifest.shards[shard]
+        name = self.manifest.shards[bisect_right(self._shard_starts, i) - 1]
         offset = int(self._columns[f"{kind}_block"][entry]) * BLOCK
         size = int(self._columns[f"{kind}_bytes"][entry])
         try:
@@ -101,8 +103,8 @@ class ShardIndex:
         return data
 
     def _text(self, column: str, entry: int) -> str:
-        start, end = self._columns[f"{column}_start"][entry : entry + 2]
-        return bytes(self._columns[f"{column}_text"][start:end]).decode()
+        start, end = self._columns[f"{column}_start"][entry : entry + 2].tolist()
+        return self._columns[f"{column}_text"][start:end].tobytes().decode()
 
 
 def mapped(path: Path) -> NDArray[Any]:

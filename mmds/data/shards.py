@@ -120,14 +120,14 @@ class ShardSet:
         """Sample i, 0 <= i < n. Raises DataError when the shard no longer holds what the index says."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)} in {self.path}")
-        start, end = int(self._starts[i]), int(self._starts[i + 1])
-        sizes = self.image_sizes[self.image_start[i] : self.image_start[i + 1]]
+        start, end = self._starts[i : i + 2].tolist()
+        first, last = self.image_start[i : i + 2].tolist()
         return StoredSample(
             key=self.key(i),
             ids=np.array(self._ids[start:end], dtype=np.int32),
             supervised=np.array(self._mask[start:end], dtype=np.bool_),
             image_bytes=self.index.images(i),
-            image_sizes=tuple((int(width), int(height)) for width, height in sizes),
+            image_sizes=tuple((width, height) for width, height in self.image_sizes[first:last].tolist()),
             image_paths=self.index.image_paths(i),
         )
 
