@@ -26,7 +26,7 @@ from mmds.data.shard_index import ShardIndex
 from mmds.data.shard_writer import COLUMN_FOLDER, TokenWriter
 from mmds.data.shards import ShardSet, has_tokens, token_folder
 from mmds.data.upload import has_uploaded_tokens, upload, uploaded
-from mmds.data.work import working
+from mmds.data.work import tidy, working
 from mmds.data.write import OnBad, Rules, write_prepared
 from mmds.errors import DataError
 
@@ -113,6 +113,7 @@ def _make(out: Path, job: _Job) -> Manifest:
             pass  # another process was faster; what it made is judged like any other
     if not (out / MANIFEST).is_file():
         raise DataError(f"{out} exists and is not a prepared folder; nothing was written. Choose another one")
+    tidy(out)
     manifest = ShardIndex(out).manifest
     _check_usable(str(out), manifest, job)
     add_tokens(out, job.tokenizer, progress=job.progress)

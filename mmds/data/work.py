@@ -119,6 +119,13 @@ def working(target: Path) -> Iterator[Work]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def tidy(target: Path) -> None:
+    """Remove what a run has left that was killed just after its folder got its name."""
+    if (target.parent / f".{target.name}.work").exists():
+        with working(target):
+            pass
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of a work folder. Whoever held it before may have removed the folder: then once more."""

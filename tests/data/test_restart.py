@@ -96,6 +96,17 @@ def test_a_run_killed_at_any_moment_is_gone_on_with_to_the_same_bytes(tmp_path: 
     assert went_on > 0, "no kill came after the first shard"
 
 
+def test_what_a_run_left_that_was_killed_after_its_last_word_goes_with_the_next(tmp_path: Path) -> None:
+    raw, out = write_mixed_set(tmp_path / "set"), tmp_path / "new" / "out"
+    prepare([raw], None, TOKENIZER, out, **OPTIONS)
+    left = out.parent / ".out.work"
+    left.mkdir()
+    (left / "lock").touch()
+    (left / "journal.jsonl").write_text("{}")
+    prepare([raw], None, TOKENIZER, out, **OPTIONS)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
 def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
     raw = write_mixed_set(tmp_path / "set")
     process = get_context("fork").Process(target=prepare_slowly, args=(raw, tmp_path / "out", 2))
