@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from mmds.config import Config, rows_per_step
 from mmds.data.chat_tokenizer import ChatTokenizer
-from mmds.data.loader import load_sample
 from mmds.data.mixture import Mixture, ensure_mixture, open_mixture, plan_run, text_only_share
+from mmds.data.row_maker import load_sample
 from mmds.data.rows import IGNORE, Row, build_row
 from mmds.engine.launch import launched_rank
 from mmds.engine.schedule import warmup_steps

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mmds.data.chat_tokenizer import ChatTokenizer
-from mmds.data.loader import load_sample
 from mmds.data.mixture import Mixture
 from mmds.data.prepare import prepare
+from mmds.data.row_maker import load_sample
 from mmds.data.shard_format import SKIPPED
 from mmds.data.shards import ShardSet
 from mmds.geometry import Geometry

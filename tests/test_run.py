@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mmds.config import Config, load_config
 from mmds.data.chat_tokenizer import ChatTokenizer
-from mmds.data.loader import load_sample
 from mmds.data.mixture import Mixture, open_mixture, plan_run
+from mmds.data.row_maker import load_sample
 from mmds.data.rows import LoadedSample
 from mmds.model.build import build_geometry, build_light, find_source
 from mmds.model.decoder import load_tokenizer

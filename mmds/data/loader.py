@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
-import traceback
 from collections import deque
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler
 
 from mmds.data.handover import Handover, Ticket
-from mmds.data.images import load_image
 from mmds.data.mixture import Mixture
-from mmds.data.rows import LoadedSample, Row, build_row
+from mmds.data.row_maker import Arrival, RowMaker, Samples, row_of
+from mmds.data.rows import Row
 from mmds.data.timing import RowSeconds, StageClock
 from mmds.data.watchdog import Board, Watchdog
-from mmds.errors import ConfigError, DataError, StoreError
+from mmds.errors import ConfigError, DataError
 from mmds.geometry import Geometry
 from mmds.planner import RunPlan
 
@@ -33,10 +28,6 @@ TIMEOUT = 600.0  # seconds without a row after which the workers are given up
 MAX_BAD_SHARE = 0.05  # of the samples read so far; more than that is not a few bad samples
 FEW_BAD = 20  # bad samples that are always tolerated under "skip", whatever their share
 REASONS = 5  # of bad samples that the error of too many shows
-
-Samples = tuple[int, ...]
-Arrival = tuple[dict[str, Any], RowSeconds] | str
-"""The fields of a row, tensors as arrays, and what it took; or why there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +115,7 @@ class StepLoader:
                 arrived = self._next(rows, crew.handover, dog, samples)
                 if isinstance(arrived, str):
                     raise DataError(arrived)
-                row = _row(arrived[0], self._pin)
+                row = row_of(arrived[0], self._pin)
                 bad.add(row, len(samples))
                 sound = True  # whatever the consumer raises here, the workers can go on
                 yield row, arrived[1]
@@ -143,7 +134,7 @@ class StepLoader:
         arrived = self._builder(Board(0), None).build(self._order.row(step, micro), StageClock())
         if isinstance(arrived, str):
             raise DataError(arrived)
-        return _row(arrived[0], self._pin)
+        return row_of(arrived[0], self._pin)
 
     def close(self) -> None:
         """End persistent workers."""
@@ -185,8 +176,8 @@ class StepLoader:
         )
         return _Crew(loader, board, handover)
 
-    def _builder(self, board: Board, handover: Handover | None) -> _RowBuilder:
-        return _RowBuilder(self._mixture, self._geometry, self._on_bad, self._interpolation, board, handover)
+    def _builder(self, board: Board, handover: Handover | None) -> RowMaker:
+        return RowMaker(self._mixture, self._geometry, self._on_bad, self._interpolation, board, handover)
 
 
 class _Crew:
@@ -237,105 +228,6 @@ class _RowOrder(Sampler[Samples]):
 
     def __len__(self) -> int:
         return len(self._steps) * self._accumulation
-
-
-class _RowBuilder(Dataset[Any]):
-    """Builds a row from the numbers of its samples, in whatever process it runs."""
-
-    def __init__(
-        self,
-        mixture: Mixture,
-        geometry: Geometry,
-        on_bad: str,
-        interpolation: str,
-        board: Board,
-        handover: Handover | None,
-    ) -> None:
-        self._mixture, self._geometry = mixture, geometry
-        self._on_bad, self._interpolation = on_bad, interpolation
-        self._board, self._handover = board, handover
-
-    def __getitem__(self, samples: Samples) -> Arrival | Ticket:
-        """A row made in a loader process, or in this one."""
-        info = get_worker_info()
-        worker = 0 if info is None else info.id
-        self._board.begin_row(worker, os.getpid(), samples)
-        try:
-            made = self.build(samples, StageClock(partial(self._board.begin_stage, worker)))
-            return made if info is None or self._handover is None else self._handover.leave(worker, made)
-        finally:
-            self._board.end_row(worker)
-
-    def build(self, samples: Samples, clock: StageClock) -> Arrival:
-        """The row of these samples, or why there is none (an exception would lose its message on the way)."""
-        loaded, bad = [], []
-        for i in samples:
-            try:
-                loaded.append(load_sample(self._mixture, i, self._geometry, self._interpolation, clock))
-            except StoreError as error:
-                return str(error)
-            except DataError as error:
-                if self._on_bad == "raise":
-                    return f'{error}. Mend the data, or set mmds.data.on_bad_sample to "skip"'
-                bad.append((self._mixture.key(i), str(error)))
-            except Exception:
-                return f"sample {self._mixture.key(i)} cannot be loaded:\n{traceback.format_exc()}"
-        clock.enter("collate")
-        try:
-            row = _fields(build_row(loaded, self._geometry, bad=bad))
-        except Exception as error:
-            names = ", ".join(sample.key for sample in loaded)
-            return f"the row of samples {names} cannot be packed: {type(error).__name__}: {error}"
-        return row, clock.finish()
-
-
-def load_sample(
-    mixture: Mixture,
-    i: int,
-    geometry: Geometry,
-    interpolation: str = "bicubic",
-    clock: StageClock | None = None,
-) -> LoadedSample:
-    """Sample i of the mixture with its pictures decoded to their planned size.
-
-    clock: is told when reading and each decoding begin. Raises DataError naming sample and image.
-    """
-    clock = clock or StageClock()
-    clock.enter("read", i)
-    stored = mixture.read(i)
-    images = []
-    for number, (data, size) in enumerate(zip(stored.image_bytes, stored.image_sizes, strict=True)):
-        clock.enter("decode", i, number, stored.image_paths[number])
-        plan = geometry.plan(*size)
-        try:
-            images.append(load_image(data, height=plan.height, width=plan.width, interpolation=interpolation))
-        except DataError as error:
-            place = f"sample {stored.key} image {number} ({stored.image_paths[number]})"
-            raise DataError(f"{place}: {error}") from error
-    return LoadedSample(
-        key=stored.key,
-        ids=stored.ids,
-        supervised=stored.supervised,
-        images=tuple(images),
-        image_sizes=stored.image_sizes,
-        image_paths=stored.image_paths,
-    )
-
-
-def _fields(row: Row) -> dict[str, Any]:
-    """The fields of a row, tensors as arrays."""
-    values = {field.name: getattr(row, field.name) for field in fields(row)}
-    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def _row(values: dict[str, Any], pin: bool) -> Row:
-    """The row of these fields. pin: in page-locked memory, from which a CUDA device copies while it computes."""
-    tensors = {
-        name: torch.from_numpy(value) for name, value in values.items() if isinstance(value, np.ndarray)
-    }
-    if pin:
-        tensors = {name: value.pin_memory() for name, value in tensors.items()}
-    return Row(**{**values, **tensors})
 
 
 def _unchanged(item: Any) -> Any:

@@ -47,11 +47,6 @@ class Mixture:
         return self.starts[-1]
 
     @property
-    def text_only_share(self) -> float:
-        """Samples without an image as a share of all samples, 0 to 1; each sample once."""
-        return sum(shards.index.manifest.text_only for shards in self.sets) / len(self)
-
-    @property
     def fingerprint(self) -> str:
         """Hash of what the sources hold: their content and token ids."""
         parts = [(name, *shards.identity) for name, shards in zip(self.names, self.sets, strict=True)]

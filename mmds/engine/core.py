@@ -109,8 +109,8 @@ class Engine:
 
     def step(self, rows: Sequence[Row]) -> StepReport:
         """Forward, backward and update over this rank's rows of one step; every rank gives equally many rows."""
-        real, visual, supervised, padded, images, bad = (int(n) for n in self.ranks.sum(*_counts(rows)))
-        (weight,) = self.ranks.sum(sum(self._weight(row) for row in rows))
+        *counts, weight = self.ranks.sum(*_counts(rows), sum(self._weight(row) for row in rows))
+        real, visual, supervised, padded, images, bad = (int(n) for n in counts)
         scale = self.ranks.world / max(weight, 1.0)
         rates = self.rates()
         parts = []

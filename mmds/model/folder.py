@@ -119,6 +119,7 @@ class _ShardWriter:
         self.pending, self.size = {}, 0
 
     def close(self) -> None:
+        """Write what is pending, give every part its final name, and the index where there are several."""
         if self.pending:
             self._flush()
         count = len(self.shards)

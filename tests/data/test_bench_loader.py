@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mmds.data import bench
-from mmds.data import loader as loader_module
+from mmds.data import row_maker as row_maker_module
 from mmds.data.bench import Speed, advice, measure, need_of_run
 from mmds.data.loader import StepLoader
 from mmds.data.mixture import Mixture
@@ -55,8 +55,8 @@ def test_speed_and_stages_are_those_of_the_work(
     mixture: Mixture, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     sleep_before(monkeypatch, Mixture, "read", 0.02)
-    sleep_before(monkeypatch, loader_module, "load_image", 0.06)
-    sleep_before(monkeypatch, loader_module, "build_row", 0.04)
+    sleep_before(monkeypatch, row_maker_module, "load_image", 0.06)
+    sleep_before(monkeypatch, row_maker_module, "build_row", 0.04)
     speed = measure(loader_of(mixture, workers), workers=workers, rows=14)
     fastest = max(workers, 1) / 0.12
     assert 0.2 * fastest < speed.rows < 1.1 * fastest
@@ -75,8 +75,8 @@ def test_the_start_of_the_workers_is_not_measured(mixture: Mixture, monkeypatch:
             first.append(1)
             time.sleep(1)
 
-    whole = loader_module.build_row
-    monkeypatch.setattr(loader_module, "build_row", lambda *a, **o: (slow_start(), whole(*a, **o))[1])
+    whole = row_maker_module.build_row
+    monkeypatch.setattr(row_maker_module, "build_row", lambda *a, **o: (slow_start(), whole(*a, **o))[1])
     assert (
         measure(loader_of(mixture, 1), workers=1, rows=10).rows > 10
     )  # 10 a second at most, were it counted

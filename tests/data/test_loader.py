@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from mmds.data import loader as loader_module
+from mmds.data import row_maker as row_maker_module
 from mmds.data.handover import Handover
 from mmds.data.loader import Step, StepLoader
 from mmds.data.mixture import Mixture
@@ -199,7 +200,7 @@ def test_two_rows_a_worker_are_prepared_ahead(
             stream.write("row\n")
         return build_row(samples, *arguments, **options)
 
-    monkeypatch.setattr(loader_module, "build_row", noted)
+    monkeypatch.setattr(row_maker_module, "build_row", noted)
     steps = iter(loader_of(mixture, workers=workers, epochs=9))
     next(steps)
     expected = 2 + 2 * workers  # a step of two rows, and what is ahead
@@ -265,8 +266,8 @@ def test_every_row_says_what_its_stages_took(
 ) -> None:
     delays = {"read": 0.03, "decode": 0.02, "collate": 0.05}
     after(monkeypatch, Mixture, "read", lambda *_: time.sleep(delays["read"]))
-    after(monkeypatch, loader_module, "load_image", lambda *_: time.sleep(delays["decode"]))
-    after(monkeypatch, loader_module, "build_row", lambda *_: time.sleep(delays["collate"]))
+    after(monkeypatch, row_maker_module, "load_image", lambda *_: time.sleep(delays["decode"]))
+    after(monkeypatch, row_maker_module, "build_row", lambda *_: time.sleep(delays["collate"]))
     start = time.monotonic()
     steps = list(loader_of(mixture, workers=workers, steps=2))
     wall = time.monotonic() - start
@@ -440,7 +441,7 @@ def at_sample(monkeypatch: pytest.MonkeyPatch, key: str, action: Any) -> None:
 
 def at_picture(monkeypatch: pytest.MonkeyPatch, data: bytes, action: Any) -> None:
     """Run `action` when a picture is about to be decoded."""
-    after(monkeypatch, loader_module, "load_image", lambda given: action() if given == data else None)
+    after(monkeypatch, row_maker_module, "load_image", lambda given: action() if given == data else None)
 
 
 def picture_of(mixture: Mixture, key: str, number: int) -> bytes:

@@ -42,7 +42,8 @@ def test_sources_follow_one_another_and_keep_their_names_apart(tmp_path: Path) -
         assert sample.key == mixture.key(i)
         assert np.array_equal(sample.ids, own.ids) and sample.image_bytes == own.image_bytes
     assert mixture.lengths(GEOMETRY).tolist() == [n for shards in sets for n in shards.row_lengths(GEOMETRY)]
-    assert mixture.text_only_share == pytest.approx(3 / 6)
+    entries = tuple(MixEntry(name=name, path="unread") for name in "abc")
+    assert text_only_share(DataSection(mix=entries, row_tokens=100), mixture) == pytest.approx(3 / 6)
     for outside in (-1, 6):
         with pytest.raises(IndexError):
             mixture.read(outside)
