@@ -44,7 +44,7 @@ FOREIGN: Mapping[str, str] = {
     "mm_projector_type": "mmds.model.connector",
     "mm_vision_select_layer": "mmds.model.encoder.layer",
     "image_aspect_ratio": "mmds.model.resolution",
-    "pretrain_mm_mlp_adapter": "mmds.init_from (a model folder)",
+    "pretrain_mm_mlp_adapter": "mmds.model.connector_weights (its mm_projector.bin)",
     **dict.fromkeys(("per_device_train_batch_size", "per_gpu_train_batch_size"), _BATCH),
     **dict.fromkeys(("micro_batch_size", "global_batch_size"), _BATCH),
     "num_train_epochs": "mmds.schedule.epochs",

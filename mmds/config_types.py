@@ -108,6 +108,13 @@ class ModelSection:
     connector: Literal["linear", "mlp2x", "merge_mlp"] = field(
         metadata=about("encoder vectors -> visual tokens; merge_mlp joins 2 x 2", later=("resampler",))
     )
+    connector_weights: str | None = field(
+        default=None,
+        metadata=about(
+            "the connector's weights: original LLaVA's mm_projector.bin, or the connector/ of a model folder; null = fresh",
+            path=True,
+        ),
+    )
     decoder: DecoderSection = field(metadata=about("language model: its name, or an object", shorthand=True))
     resolution: Literal["fixed"] = field(
         default="fixed",
@@ -244,7 +251,7 @@ class MmdsSection:
     )
     init_from: str | None = field(
         default=None,
-        metadata=about("model folder, run folder, or hub name that the parts start from", path=True),
+        metadata=about("model folder, run folder, or LLaVA (llava-hf/ name or folder) to start from", path=True),
     )
     output_dir: str = field(metadata=about("run folder", path=True))
     seed: int = field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,9 +17,12 @@ from mmds.data.rows import IGNORE, Row, build_row
 from mmds.engine.launch import launched_rank
 from mmds.engine.schedule import warmup_steps
 from mmds.geometry import Geometry
+from mmds.hf_target import exports_to
 from mmds.model.build import Source, build_geometry, describe_light
+from mmds.model.connector import Connector
 from mmds.model.decoder import load_config, load_tokenizer
-from mmds.model.encoder import describe_pruned
+from mmds.model.encoder import Encoder, describe_pruned
+from mmds.model.folder import Description
 from mmds.model.qualify import qualify
 from mmds.planner import RunPlan
 from mmds.stages import PARTS, assign_rates, check_text_share
@@ -47,7 +51,8 @@ def dry_run(config: Config, source: Source, world: int) -> None:
     sizes |= {f"decoder.llm.{n}": p.numel() for n, p in llm.named_parameters()}
     rates = assign_rates(sizes, config.rates)
     print(f"\n{rate_table(sizes, rates)}\n\n{total_table(sizes, rates, encoder.pruned)}")
-    print(f"pruned from the encoder: {describe_pruned(encoder.pruned)}\n")
+    print(f"pruned from the encoder: {describe_pruned(encoder.pruned)}")
+    print(f"{export_line(encoder, connector, decoder_config)}\n")
     tokenizer = ChatTokenizer(load_tokenizer(source.decoder_name))
     ensure_mixture(config.data, tokenizer)
     mixture = open_mixture(config.data, tokenizer.fingerprint)
@@ -64,6 +69,14 @@ def dry_run(config: Config, source: Source, world: int) -> None:
         for i in plan.rows_for(0, 0, 0, world=world)
     ]
     print(marked_row(build_row(first, geometry), tokenizer))
+
+
+def export_line(encoder: Encoder, connector: Connector, decoder_config: Any) -> str:
+    """What scripts/export_hf.py would make of the run's model. decoder_config: Hugging Face's."""
+    width = int(decoder_config.get_text_config().hidden_size)
+    description = Description(encoder=encoder.spec, connector=connector.name, decoder_width=width)
+    name, reason = exports_to(description, decoder_config)
+    return f"exports to {name} of transformers" if name else f"exports to its model folder alone: {reason}"
 
 
 def marked_row(row: Row, tokenizer: ChatTokenizer) -> str:

@@ -19,8 +19,9 @@ from mmds.data.rows import LoadedSample, Row, build_row, to_device
 from mmds.geometry import Geometry
 from mmds.model.build import Source, build_decoder, build_geometry, build_light
 from mmds.model.decoder import load_tokenizer
-from mmds.model.folder import find_model_folder, read_description
+from mmds.model.folder import read_description
 from mmds.model.mllm import FrozenEncoder, Mllm
+from mmds.model.published import source_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +62,11 @@ class Assistant:
 def load_assistant(
     path: str | Path, *, device: str | None = None, dtype: torch.dtype | None = None
 ) -> Assistant:
-    """Load a model folder, or a run folder with a finished model. dtype: default fp32 on CPUs, the folder's own elsewhere.
+    """Load a model folder, a run folder with a finished model, or a published LLaVA model. dtype: default fp32 on CPUs, the folder's own elsewhere.
 
     Raises CheckpointError when it is neither, or not whole.
     """
-    folder = find_model_folder(str(path))
+    folder = source_folder(str(path))
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     own: torch.dtype = getattr(torch, read_description(folder).dtype)
     source = Source(folder=folder, section=None)

@@ -52,6 +52,8 @@ LEVELS: dict[str, int] = {
             "mmds.evaluate",
             "mmds.export",
             "mmds.generate",
+            "mmds.hf_export",
+            "mmds.hf_target",
             "mmds.inspect_page",
             "mmds.monitor",
             "mmds.run_data",

@@ -132,7 +132,7 @@ ROWS: list[tuple[KeyPath, Any, str]] = [
     (("mmds", "model", "mm_projector_type"), "mlp2x_gelu", "mmds.model.connector"),
     ((*ENCODER, "mm_vision_select_layer"), -2, "mmds.model.encoder.layer"),
     (("mmds", "tune_mm_mlp_adapter"), True, 'mmds.stage "align"'),
-    (("mmds", "model", "pretrain_mm_mlp_adapter"), "x.bin", "mmds.init_from"),
+    (("mmds", "model", "pretrain_mm_mlp_adapter"), "x.bin", "mmds.model.connector_weights"),
     (("mmds", "data", "model_max_length"), 2048, ROW),
     (("mmds", "data", "cutoff_len"), 2048, ROW),
     (("mmds", "data", "image_max_pixels"), 589824, PIXELS),

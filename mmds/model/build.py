@@ -14,7 +14,9 @@ from mmds.model.connector import Connector, connector_merge
 from mmds.model.decoder import Decoder, load_config, load_llm
 from mmds.model.encoder import Encoder, EncoderSpec, build_encoder, encoder_from_spec
 from mmds.model.encoder_sources import RANDOM
-from mmds.model.folder import Description, find_model_folder, load_part, read_description
+from mmds.model.connector_weights import load_connector
+from mmds.model.folder import Description, load_part, read_description
+from mmds.model.published import source_folder
 from mmds.model.qualify import qualify
 
 
@@ -35,14 +37,17 @@ class Source:
 
 
 def find_source(init_from: str | None, section: ModelSection | None) -> Source:
-    """Decide the source of all parts. Raises ConfigError when neither is given or when a given model differs from the folder."""
+    """Decide the source of all parts. A published LLaVA model is imported on the way, once a machine.
+
+    Raises ConfigError when neither is given or when a given model differs from the folder, CheckpointError for a folder that is none.
+    """
     if init_from is None:
         if section is None:
             raise ConfigError(
                 "mmds.model: name the encoder, connector and decoder, or give mmds.init_from a model folder"
             )
         return Source(folder=None, section=section)
-    folder = find_model_folder(init_from)
+    folder = source_folder(init_from)
     if section is not None:
         _must_match(section, read_description(folder), folder)
     return Source(folder=folder, section=None)
@@ -70,7 +75,10 @@ def build_light(source: Source, *, seed: int) -> tuple[Encoder, Connector]:
     assert source.section is not None
     encoder = build_encoder(source.section.encoder)
     width = int(config.get_text_config().hidden_size)
-    return encoder, Connector(source.section.connector, encoder_width=encoder.spec.width, decoder_width=width)
+    connector = Connector(source.section.connector, encoder_width=encoder.spec.width, decoder_width=width)
+    if source.section.connector_weights is not None:
+        load_connector(connector, source.section.connector_weights)
+    return encoder, connector
 
 
 def describe_light(source: Source) -> tuple[Encoder, Connector]:
@@ -113,6 +121,11 @@ def build_geometry(spec: EncoderSpec, connector: str, *, max_pixels: int | None)
 
 def _must_match(section: ModelSection, description: Description, folder: Path) -> None:
     """A model given beside init_from must be the folder's."""
+    if section.connector_weights is not None:
+        raise ConfigError(
+            f"mmds.model.connector_weights: with init_from the connector is that of {folder}; leave one of the two out, as in\n"
+            "    --set mmds.model.connector_weights=null"
+        )
     layer = section.encoder.layer
     pairs = {
         "encoder.name": (section.encoder.name, description.encoder.name),

@@ -5,6 +5,7 @@ Sources: a built-in open_clip name with a tag or a weights file, an `hf-hub:` mo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
+import timm
 import torch
 from open_clip.model import _build_vision_tower
 from safetensors.torch import load_file
@@ -185,9 +187,17 @@ def _vision_part(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_tower(model_cfg: Mapping[str, Any]) -> nn.Module:
-    """The bare tower of a config. A timm tower is built at its own default size; its config's `image_size` is applied here."""
+    """The bare tower of a config. A timm tower is built at its own default size; its config's `image_size` is applied here.
+
+    `timm_args` in `vision_cfg`, which open_clip does not know, are arguments of the timm model that override its architecture's own.
+    """
     vision = dict(model_cfg["vision_cfg"])
-    visual: nn.Module = _build_vision_tower(model_cfg["embed_dim"], vision, model_cfg["quick_gelu"])
+    timm_args = vision.pop("timm_args", None)
+    with torch.device("meta") if timm_args else contextlib.nullcontext():
+        visual: nn.Module = _build_vision_tower(model_cfg["embed_dim"], vision, model_cfg["quick_gelu"])
+    if timm_args:
+        own = {"num_classes": 0, "global_pool": vision["timm_pool"]}
+        visual.trunk = timm.create_model(vision["timm_model_name"], **own, **timm_args)
     trunk = getattr(visual, "trunk", None)
     built = getattr(getattr(trunk, "patch_embed", None), "img_size", None)
     size = vision.get("image_size")

@@ -83,7 +83,7 @@ def write_weights(
     Tensors are taken one at a time and leave memory with their shard. A tied weight is expected once; on loading the
     decoder's config ties it again.
     """
-    writers = {part: _ShardWriter(folder / part, shard_bytes) for part in _PREFIXES}
+    writers = {part: ShardWriter(folder / part, shard_bytes) for part in _PREFIXES}
     for name, value in tensors:
         part = name.split(".", 1)[0]
         if part not in writers or not name.startswith(_PREFIXES[part]):
@@ -96,8 +96,8 @@ def write_weights(
         writer.close()
 
 
-class _ShardWriter:
-    """safetensors of one part: a single file, or numbered shards with Hugging Face's index."""
+class ShardWriter:
+    """safetensors of one folder: a single file, or numbered shards with Hugging Face's index. A shard leaves memory once written."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self.folder, self.limit = folder, shard_bytes
@@ -106,6 +106,7 @@ class _ShardWriter:
         self.shards: list[list[str]] = []
 
     def add(self, name: str, value: Tensor) -> None:
+        """Take one contiguous tensor on the CPU."""
         if self.pending and self.size + value.nbytes > self.limit:
             self._flush()
         self.pending[name] = value

@@ -42,7 +42,7 @@ def qualify(config: Any) -> None:
         )
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(0)
-        stock = _small_copy(config, family)
+        stock = small_copy(config, family)
         _refuse_scalars(stock, family)
         rows = _embedded(stock)
         with _counting() as calls:
@@ -93,7 +93,7 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
 
 
-def _small_copy(config: Any, family: str) -> PreTrainedModel:
+def small_copy(config: Any, family: str) -> PreTrainedModel:
     """Two layers, few tokens in the vocabulary, narrow where the config stays consistent; weights large enough to tell."""
     small = deepcopy(config)
     small.num_hidden_layers = 2

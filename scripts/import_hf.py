@@ -1,0 +1,29 @@
+"""Make a model folder out of a LLaVA folder of transformers, with a report of every tensor: `python scripts/import_hf.py SRC OUT`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from mmds.errors import MmdsError
+from mmds.model.hf_import import import_llava
+
+
+def main() -> None:
+    """Read the arguments, convert, say where everything went."""
+    parser = argparse.ArgumentParser(
+        description="Import a LLaVA-1.5 or LLaVA-NeXT model of transformers; no GPU needed."
+    )
+    parser.add_argument("source", type=Path, help="folder with config.json, weights, tokenizer and processor")
+    parser.add_argument("out", type=Path, help="model folder to write")
+    args = parser.parse_args()
+    print("\n".join(import_llava(args.source, args.out).lines()))
+    print(f"{args.source} -> {args.out}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except MmdsError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
