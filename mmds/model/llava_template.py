@@ -54,13 +54,16 @@ VICUNA = (
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 MISTRAL = (
-    "{{ bos_token }}{% for turn in messages %}"
+    "{% for turn in messages %}"
     "{% if turn['role'] == 'system' %}{{ '<<SYS>>\\n' + turn['content'] + '\\n<</SYS>>\\n\\n' }}"
     "{% elif turn['role'] == 'user' %}{{ '[INST] ' + turn['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + turn['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 _KNOWN = {"llama": VICUNA, "mistral": MISTRAL}
-"""How LLaVA was trained to speak, by the decoder's family, where the files do not say it or do not end the assistant's turns."""
+"""How LLaVA was trained to speak, by the decoder's family, where the files do not say it or do not end the assistant's turns.
+
+As in the published templates none writes a BOS: these families' tokenizers put it before a prompt themselves.
+"""
 
 _SAID = ("Question-1", "Answer-1", "Question-2", "Answer-2")
 

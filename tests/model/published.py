@@ -176,10 +176,15 @@ def ask_transformers(folder: Path, images: Sequence[Image.Image], *, tokens: int
     assert not any(info.values()), info
     model.eval()
     processor = AutoProcessor.from_pretrained(folder)
-    parts = [*({"type": "image"} for _ in images), {"type": "text", "text": QUESTION}]
-    turns, template = [{"role": "user", "content": parts}], processor.chat_template or VICUNA_PARTS
-    text = processor.apply_chat_template(turns, chat_template=template, add_generation_prompt=True)
-    inputs = processor(images=list(images) or None, text=text, return_tensors="pt")
+    parts = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": QUESTION}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": parts}],
+        chat_template=processor.chat_template or VICUNA_PARTS,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
     start = inputs["input_ids"].shape[1]
     generated = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)[0][start:].tolist()
     ends = model.generation_config.eos_token_id
