@@ -26,7 +26,7 @@ from mmds.engine import Engine
 from mmds.engine.assemble import assemble
 from mmds.engine.ending import describe
 from mmds.engine.launch import launched_rank, launched_world, start_ranks, stop_ranks
-from mmds.model.build import build_geometry, build_light, find_source
+from mmds.model.build import build_light, find_source, geometry_of
 from mmds.model.decoder import fetch, load_tokenizer
 from mmds.model.encoder import describe_pruned
 from mmds.monitor import RunFolder
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> None:
 
         with ranks.together("building the encoder and the plan"):
             encoder, connector = build_light(source, seed=config.seed)
-            geometry = build_geometry(encoder.spec, connector.name, max_pixels=config.max_pixels)
+            geometry = geometry_of(source, encoder, connector, max_pixels=config.max_pixels)
             mixture = open_mixture(config.data, tokenizer.fingerprint)
             text_share = text_only_share(config.data, mixture)
             check_text_share(text_share, config.stage)
@@ -96,13 +96,13 @@ def main(args: argparse.Namespace) -> None:
             summary = monitor.plan_summary(plan, text_share)
             facts = {"clipping": config.clipping, "pruned": describe_pruned(encoder.pruned)}
             run.begin(engine.step_index, config.resolved, summary, resumed=str(found), **facts)
-            export.write_parts(run.path, engine, encoder.spec, tokenizer.hf, config)
+            export.write_parts(run.path, engine, encoder.spec, source, tokenizer.hf, config)
 
         stop = plan.total_steps if args.max_steps is None else min(plan.total_steps, args.max_steps)
         where = {"rank": ranks.rank, "world": ranks.world, "accumulation": accumulation}
         steps = StepLoader(
             mixture, plan, geometry, **where, workers=config.data.workers, on_bad=config.data.on_bad_sample,
-            start_step=engine.step_index, stop_step=stop, interpolation=encoder.spec.interpolation,
+            start_step=engine.step_index, stop_step=stop,
             pin_memory=ranks.device.type == "cuda",
         )  # fmt: skip
         train(config, engine, steps, run, state, plan)

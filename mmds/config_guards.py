@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ def check_together(section: MmdsSection, blame: Blame) -> None:
     _check_weights(section, blame)
     if section.model is not None:
         _check_encoder(section.model.encoder, blame)
+        _check_images(section.model, blame)
     if section.init_from is not None:
         _check_start(section.init_from, section, blame)
     elif section.model is None:
@@ -123,6 +125,45 @@ def _check_encoder(encoder: EncoderSection, blame: Blame) -> None:
         )
     if (encoder.mean is None) != (encoder.std is None):
         raise blame(path, "mean and std belong together: give both or neither")
+
+
+def _check_images(model: ModelSection, blame: Blame) -> None:
+    """Keys of the resolution and the connector act in some modes only."""
+    resolution, connector = model.resolution, model.connector
+    path: KeyPath = ("mmds", "model", "resolution")
+    acting = {
+        "size": ("fixed", "anyres"),
+        "fit": ("fixed",),
+        "max_tiles": ("anyres",),
+        "grids": ("anyres",),
+        "min_pixels": ("native",),
+    }
+    for key, modes in acting.items():
+        if getattr(resolution, key) not in (None, "resize") and resolution.name not in modes:
+            raise blame((*path, key), f"acts only in resolution {' and '.join(modes)}: take it out")
+    if resolution.grids is not None and resolution.max_tiles is not None:
+        raise blame((*path, "max_tiles"), "grids says which tiles there are: take one of the two out")
+    for index, grid in enumerate(resolution.grids or ()):
+        if re.fullmatch(r"[1-9]\d?x[1-9]\d?", grid) is None:
+            raise blame(
+                (*path, "grids", index),
+                f'"{grid}" is not "ROWSxCOLUMNS", such as "2x1" (one above the other)',
+            )
+    if connector.queries is not None and connector.name != "resampler":
+        raise blame(
+            ("mmds", "model", "connector", "queries"),
+            f"acts only with resampler, not with {connector.name}: take it out",
+        )
+    if resolution.name == "anyres" and connector.name == "resampler":
+        raise blame(
+            ("mmds", "model", "connector"),
+            "the resampler's tokens cannot be laid side by side as tiles: use another, or resolution fixed or native",
+        )
+    if model.positions == "mrope" and (resolution.name == "anyres" or connector.name == "resampler"):
+        raise blame(
+            ("mmds", "model", "positions"),
+            'mrope gives a visual token a row and a column of its image, which anyres and resampler do not keep: use "1d"',
+        )
 
 
 def _check_start(init_from: str, section: MmdsSection, blame: Blame) -> None:

@@ -79,6 +79,10 @@ class EncoderSection:
         default=-2, metadata=about("block whose output is taken: 0 = first, -1 = last, -2 = last but one")
     )
     norm: bool = field(default=False, metadata=about("apply the tower's final norm to that output"))
+    rope: bool = field(
+        default=False,
+        metadata=about("rotate queries and keys by row and column, beside the tower's own positions"),
+    )
     activation: Literal["gelu", "quick_gelu"] | None = field(
         default=None, metadata=about("declared when weights come by path; null = the tower's own config")
     )
@@ -101,12 +105,64 @@ class DecoderSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConnectorSection:
+    """What turns encoder vectors into visual tokens."""
+
+    name: Literal["linear", "mlp2x", "merge_mlp", "pixel_shuffle", "resampler"] = field(
+        metadata=about(
+            "linear, mlp2x: a token a patch; merge_mlp, pixel_shuffle: one for 2 x 2; resampler: a fixed number an image"
+        )
+    )
+    queries: int | None = field(
+        default=None, metadata=about("visual tokens of an image; null = 64; resampler only", least=1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolutionSection:
+    """How an image of any size becomes encoder input."""
+
+    name: Literal["fixed", "anyres", "native"] = field(
+        metadata=about(
+            "fixed: one square; anyres: overview and tiles; native: its own aspect, near its own size"
+        )
+    )
+    size: int | None = field(
+        default=None,
+        metadata=about("pixels a side of the square or tile; null = the tower's own; fixed, anyres", least=1),
+    )
+    fit: Literal["resize", "pad"] = field(
+        default="resize",
+        metadata=about("distort to the square, or pad to it with the mean colour; fixed only"),
+    )
+    max_tiles: int | None = field(
+        default=None, metadata=about("most tiles beside the overview; null = 4; anyres only", least=2)
+    )
+    grids: tuple[str, ...] | None = field(
+        default=None,
+        metadata=about(
+            'grids of tiles to choose from, "ROWSxCOLUMNS"; null = all of 2 to max_tiles tiles; anyres only'
+        ),
+    )
+    min_pixels: int | None = field(
+        default=None,
+        metadata=about(
+            "fewest pixels (height x width) of a resized image; null = 4 visual tokens; native only", least=1
+        ),
+    )
+
+
+FIXED = ResolutionSection(name="fixed")
+"""What a model has when it says nothing: every image becomes the tower's own square."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSection:
     """The three parts and how images and positions enter."""
 
     encoder: EncoderSection = field(metadata=about("vision tower"))
-    connector: Literal["linear", "mlp2x", "merge_mlp"] = field(
-        metadata=about("encoder vectors -> visual tokens; merge_mlp joins 2 x 2", later=("resampler",))
+    connector: ConnectorSection = field(
+        metadata=about("encoder vectors -> visual tokens: its name, or an object", shorthand=True)
     )
     connector_weights: str | None = field(
         default=None,
@@ -116,12 +172,15 @@ class ModelSection:
         ),
     )
     decoder: DecoderSection = field(metadata=about("language model: its name, or an object", shorthand=True))
-    resolution: Literal["fixed"] = field(
-        default="fixed",
-        metadata=about("every image is resized to the encoder's square", later=("anyres", "native")),
+    resolution: ResolutionSection = field(
+        default=FIXED,
+        metadata=about("image size -> encoder input: a mode, or an object", shorthand=True),
     )
-    positions: Literal["1d"] = field(
-        default="1d", metadata=about("position ids count tokens, from 0 in each sample", later=("mrope",))
+    positions: Literal["1d", "mrope"] = field(
+        default="1d",
+        metadata=about(
+            "1d: position ids count tokens; mrope: visual tokens have time, row and column; from 0 in each sample"
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from mmds.engine.launch import launched_rank
 from mmds.engine.schedule import warmup_steps
 from mmds.geometry import Geometry
 from mmds.hf_target import exports_to
-from mmds.model.build import Source, build_geometry, describe_light
+from mmds.model.build import Source, describe_light, geometry_of
 from mmds.model.connector import Connector
 from mmds.model.decoder import load_config, load_tokenizer
 from mmds.model.encoder import Encoder, describe_pruned
@@ -28,6 +28,9 @@ from mmds.planner import RunPlan
 from mmds.stages import PARTS, assign_rates, check_text_share
 
 WEIGHTINGS = {"token": "its supervised tokens", "sample": "1", "sqrt": "the root of its supervised tokens"}
+
+USUAL_SIZES = ((336, 336), (640, 480), (1344, 896), (1700, 2200))
+"""Width and height of images whose visual tokens are shown: a thumbnail, a photograph, a large one, a page."""
 
 OTHER_RANKS = (1, 2, 4, 8, 16)
 """Rank counts whose step is shown when each count makes another step."""
@@ -42,7 +45,7 @@ def dry_run(config: Config, source: Source, world: int) -> None:
         return
     print(json.dumps(config.resolved, indent=2))
     decoder_config = load_config(source.decoder_name)
-    qualify(decoder_config)
+    qualify(decoder_config, source.positions)
     with torch.device("meta"):
         llm = AutoModelForCausalLM.from_config(decoder_config)
     encoder, connector = describe_light(source)
@@ -52,29 +55,34 @@ def dry_run(config: Config, source: Source, world: int) -> None:
     rates = assign_rates(sizes, config.rates)
     print(f"\n{rate_table(sizes, rates)}\n\n{total_table(sizes, rates, encoder.pruned)}")
     print(f"pruned from the encoder: {describe_pruned(encoder.pruned)}")
-    print(f"{export_line(encoder, connector, decoder_config)}\n")
+    print(f"{export_line(config, source, encoder, connector, decoder_config)}\n")
     tokenizer = ChatTokenizer(load_tokenizer(source.decoder_name))
     ensure_mixture(config.data, tokenizer)
     mixture = open_mixture(config.data, tokenizer.fingerprint)
     check_text_share(text_only_share(config.data, mixture), config.stage)
-    geometry = build_geometry(encoder.spec, connector.name, max_pixels=config.max_pixels)
+    geometry = geometry_of(source, encoder, connector, max_pixels=config.max_pixels)
     rows, accumulation = rows_per_step(config, world)
     plan = plan_run(config, mixture, geometry, rows=rows)
     print(_step_table(config, plan, mixture, geometry, world, accumulation))
     encoder_trains = any(rate is not None for name, rate in rates.items() if name.startswith("encoder."))
     print(_engine_table(config, encoder_trains))
     print(f"\n{rank_table(config, world, samples_a_row=_samples_a_row(plan))}\n")
-    first = [
-        load_sample(mixture, int(i), geometry, encoder.spec.interpolation)
-        for i in plan.rows_for(0, 0, 0, world=world)
-    ]
+    first = [load_sample(mixture, int(i), geometry) for i in plan.rows_for(0, 0, 0, world=world)]
     print(marked_row(build_row(first, geometry), tokenizer))
 
 
-def export_line(encoder: Encoder, connector: Connector, decoder_config: Any) -> str:
+def export_line(
+    config: Config, source: Source, encoder: Encoder, connector: Connector, decoder_config: Any
+) -> str:
     """What scripts/export_hf.py would make of the run's model. decoder_config: Hugging Face's."""
-    width = int(decoder_config.get_text_config().hidden_size)
-    description = Description(encoder=encoder.spec, connector=connector.name, decoder_width=width)
+    description = Description(
+        encoder=encoder.spec,
+        connector=connector.section,
+        decoder_width=int(decoder_config.get_text_config().hidden_size),
+        resolution=source.resolution,
+        positions=source.positions,
+        max_pixels=config.max_pixels,
+    )
     name, reason = exports_to(description, decoder_config)
     return f"exports to {name} of transformers" if name else f"exports to its model folder alone: {reason}"
 
@@ -177,15 +185,21 @@ def _step_table(
             "rows a step": f"{plan.rows_per_step} = {world} ranks x {accumulation} micro-steps of one row",
             "tokens a step": f"{first.tokens / first.steps:,.0f} of {plan.rows_per_step * config.data.row_tokens:,}",
             "samples a step": f"{first.samples / first.steps:,.1f}",
-            "visual tokens an image": str(
-                geometry.plan(geometry.image_size, geometry.image_size).visual_tokens
-            ),
+            "visual tokens an image": visual_tokens_text(geometry),
             "samples": f"{len(mixture):,}, held out {held_out:,}; of those seen {text_share:.1%} are text-only",
             "too long": f"{first.dropped:,} of the samples of the first {first.steps:,} steps",
             "supervised tokens": f"{supervised:,}, each sample once",
             "steps": f"{plan.total_steps:,}, warm-up {warmup_steps(config.schedule, plan.total_steps):,}",
         }
     )
+
+
+def visual_tokens_text(geometry: Geometry) -> str:
+    """Visual tokens of an image: one number where every image has as many, else those of usual sizes."""
+    counts = {(w, h): geometry.plan(w, h).visual_tokens for w, h in USUAL_SIZES}
+    if len(set(counts.values())) == 1:
+        return f"{counts[USUAL_SIZES[0]]:,}"
+    return ", ".join(f"{count:,} at {w} x {h}" for (w, h), count in counts.items())
 
 
 def _engine_table(config: Config, encoder_trains: bool) -> str:

@@ -19,6 +19,7 @@ from mmds.config import Config
 from mmds.engine import Engine
 from mmds.engine.zero import checkpoint_tensors, whole_tensors
 from mmds.errors import CheckpointError
+from mmds.model.build import Source
 from mmds.model.encoder import EncoderSpec
 from mmds.model.folder import (
     DESCRIPTION,
@@ -32,15 +33,20 @@ from mmds.model.folder import (
 PARTS = "parts"
 
 
-def write_parts(run: Path, engine: Engine, encoder: EncoderSpec, tokenizer: Any, config: Config) -> None:
+def write_parts(
+    run: Path, engine: Engine, encoder: EncoderSpec, source: Source, tokenizer: Any, config: Config
+) -> None:
     """Write run/parts, on rank 0: what a checkpoint of this run lacks to become a model folder. tokenizer: Hugging Face's."""
     if not engine.ranks.first:
         return
     decoder, connector = engine.model.decoder, engine.model.connector
     description = Description(
         encoder=encoder,
-        connector=connector.name,
+        connector=connector.section,
         decoder_width=decoder.width,
+        resolution=source.resolution,
+        positions=source.positions,
+        max_pixels=config.max_pixels,
         stage=config.stage.name,
         dtype="bfloat16" if config.bf16 else "float32",
     )
@@ -108,7 +114,9 @@ def _assemble(
     stored_names(building)  # raises when a part has no weights: such a folder must not come into being
     facts = {
         "encoder": description.encoder.name,
-        "connector": description.connector,
+        "connector": description.connector.name,
+        "resolution": description.resolution.name,
+        "positions": description.positions,
         "stage": description.stage,
     }
     write_readme(building, {**facts, "dtype": dtype})

@@ -14,11 +14,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from mmds.data.chat_tokenizer import ChatTokenizer
 from mmds.data.conversation import Conversation
-from mmds.data.images import load_image, probe
+from mmds.data.images import probe
+from mmds.data.pieces import load_pieces
 from mmds.data.rows import LoadedSample, Row, build_row, to_device
 from mmds.geometry import Geometry
-from mmds.model.build import Source, build_decoder, build_geometry, build_light
-from mmds.model.decoder import load_tokenizer
+from mmds.model.build import Source, build_decoder, build_light, folder_source, geometry_of
+from mmds.model.decoder import Decoder, load_tokenizer
 from mmds.model.folder import read_description
 from mmds.model.mllm import FrozenEncoder, Mllm
 from mmds.model.published import source_folder
@@ -44,10 +45,8 @@ class Assistant:
         """One sample with its pictures decoded at the size that the encoder takes. ids int32 [T] with one marker an image."""
         sizes = tuple(probe(data) for data in images)
         plans = [self.geometry.plan(*size) for size in sizes]
-        how = self.encoder.encoder.spec.interpolation
         pixels = tuple(
-            load_image(data, height=plan.height, width=plan.width, interpolation=how)
-            for data, plan in zip(images, plans, strict=True)
+            load_pieces(data, plan, self.geometry) for data, plan in zip(images, plans, strict=True)
         )
         return LoadedSample(
             key="prompt",
@@ -62,19 +61,26 @@ class Assistant:
 def load_assistant(
     path: str | Path, *, device: str | None = None, dtype: torch.dtype | None = None
 ) -> Assistant:
-    """Load a model folder, a run folder with a finished model, or a published LLaVA model. dtype: default fp32 on CPUs, the folder's own elsewhere.
+    """Load a model folder, a run folder with a finished model, or a published LLaVA model.
 
-    Raises CheckpointError when it is neither, or not whole.
+    dtype: default fp32 on CPUs, the folder's own elsewhere. Raises CheckpointError when it is neither, or not whole.
     """
     folder = source_folder(str(path))
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     own: torch.dtype = getattr(torch, read_description(folder).dtype)
-    source = Source(folder=folder, section=None)
+    source = folder_source(folder)
     return assistant_of(source, device=place, dtype=dtype or (torch.float32 if place.type == "cpu" else own))
 
 
-def assistant_of(source: Source, *, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Assistant:
-    """An assistant of a model folder, or of a config's parts as they are before any training (a fresh connector from `seed`)."""
+def assistant_of(
+    source: Source, *, device: torch.device, dtype: torch.dtype, seed: int = 0, max_pixels: int | None = None
+) -> Assistant:
+    """An assistant of a model folder, or of a config's parts as they are before any training (a fresh connector from `seed`).
+
+    max_pixels: most that the encoder receives for one image; None = as in the folder's training.
+    """
+    if max_pixels is None and source.folder is not None:
+        max_pixels = read_description(source.folder).max_pixels
     encoder, connector = build_light(source, seed=seed)
     decoder = build_decoder(source, dtype=dtype, seed=seed)
     model = Mllm(connector=connector.to(dtype), decoder=decoder, encoder=None).to(device).eval()
@@ -82,7 +88,7 @@ def assistant_of(source: Source, *, device: torch.device, dtype: torch.dtype, se
         model=model,
         encoder=FrozenEncoder(encoder, device=device, dtype=dtype),
         tokenizer=ChatTokenizer(load_tokenizer(source.decoder_name)),
-        geometry=build_geometry(encoder.spec, connector.name, max_pixels=None),
+        geometry=geometry_of(source, encoder, connector, max_pixels=max_pixels),
         device=device,
     )
 
@@ -108,7 +114,8 @@ def answer(
     said: list[int] = []
     shown = ""
     with assistant.model.decoder.generating() as llm:
-        for token in _tokens(llm, embeddings, max_new_tokens, temperature, seed):
+        decoder = assistant.model.decoder
+        for token in _tokens(decoder, llm, embeddings, row.position_ids, max_new_tokens, temperature, seed):
             if token in assistant.tokenizer.end_ids:
                 break
             said.append(token)
@@ -119,19 +126,25 @@ def answer(
 
 
 def _tokens(
-    llm: PreTrainedModel, embeddings: Tensor, limit: int, temperature: float, seed: int
+    decoder: Decoder,
+    llm: PreTrainedModel,
+    embeddings: Tensor,
+    positions: Tensor,
+    limit: int,
+    temperature: float,
+    seed: int,
 ) -> Iterator[int]:
-    """Token ids after the prompt `embeddings` [T, d], with mmds's own positions and a cache."""
+    """Token ids after the prompt `embeddings` [T, d] at `positions` [T] or [3, T], with mmds's own positions and a cache."""
     name = "cache" if "cache" in inspect.signature(llm.forward).parameters else "past_key_values"
     cache = {name: DynamicCache(config=llm.config)}
     dice = torch.Generator(device=embeddings.device).manual_seed(seed)
     inputs: dict[str, Tensor] = {"inputs_embeds": embeddings[None]}
-    position = 0
     for _ in range(limit):
-        length = next(iter(inputs.values())).shape[1]
-        positions = torch.arange(position, position + length, device=embeddings.device)[None]
-        output = llm(**inputs, **cache, position_ids=positions, use_cache=True, logits_to_keep=1)
-        position += length
+        placed = decoder.place(positions)
+        output = llm(**inputs, **cache, position_ids=placed, use_cache=True, logits_to_keep=1)
+        positions = (positions.max() + 1).expand(
+            *positions.shape[:-1], 1
+        )  # one after the largest, on every axis
         token = _choose(output.logits[0, -1].float(), temperature, dice)
         yield token
         inputs = {"input_ids": torch.tensor([[token]], device=embeddings.device)}

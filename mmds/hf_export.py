@@ -19,7 +19,9 @@ from transformers import (
     AutoModelForCausalLM,
     CLIPImageProcessor,
     GenerationConfig,
-    LlavaConfig,
+    LlavaImageProcessor,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
     LlavaProcessor,
 )
 
@@ -77,7 +79,7 @@ def export_hf(folder: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Exp
     template = str(tokenizer.chat_template)
     tokenizer.chat_template = processor_template(template)
     _processor(description, tokenizer, config).save_pretrained(building)
-    _image_processor(description).save_pretrained(building)  # vLLM and transformers 4 read it from its own file
+    _image_processor(description, config).save_pretrained(building)  # vLLM and transformers 4 read it from its own file
     _generation(folder, chat).save_pretrained(building)
     notes = () if _same_prompt(chat, tokenizer, template) else (_OTHER_PROMPT,)
     building.rename(out)
@@ -107,7 +109,7 @@ def _tensors(
     names = {id(p): f"decoder.llm.{n}" for n, p in llm.named_parameters()}
     tables = {names[id(llm.get_input_embeddings().weight)], names[id(llm.get_output_embeddings().weight)]}
     rules = tower_rules(family, description.encoder.layer + 1)
-    rules += joint_rules(separator=False)
+    rules += joint_rules(separator=description.resolution.name == "anyres")
     rules += [text_rule(name) for name in names.values()]
     missing = sorted({rule.ours for rule in rules} - set(stored))
     tied = {"decoder.llm.lm_head.weight"} if llm.config.tie_word_embeddings else set()
@@ -134,23 +136,32 @@ def grown(table: Tensor, rows: int) -> Tensor:
     return torch.cat([table, mean.expand(rows - len(table), -1)])
 
 
-def _image_processor(description: Description) -> CLIPImageProcessor:
+def _image_processor(description: Description, config: Any) -> Any:
+    """The processor that makes of a picture what ours does: a square, a padded square, or an overview and tiles."""
     spec = description.encoder
     square = {"height": spec.image_size, "width": spec.image_size}
-    return CLIPImageProcessor(
-        size=square,
-        crop_size=square,
-        do_center_crop=False,
-        image_mean=list(spec.mean),
-        image_std=list(spec.std),
-        resample=_RESAMPLE[spec.interpolation],
-    )
+    common: dict[str, Any] = {
+        "size": square,
+        "crop_size": square,
+        "do_center_crop": False,
+        "image_mean": list(spec.mean),
+        "image_std": list(spec.std),
+        "resample": _RESAMPLE[spec.interpolation],
+    }
+    if description.resolution.name == "anyres":
+        edge = {"shortest_edge": spec.image_size}  # as published
+        pinpoints = config.image_grid_pinpoints
+        return LlavaNextImageProcessor(**{**common, "size": edge}, image_grid_pinpoints=pinpoints)
+    if description.resolution.fit == "pad":
+        return LlavaImageProcessor(**common, do_pad=True)
+    return CLIPImageProcessor(**common)
 
 
-def _processor(description: Description, tokenizer: Any, config: LlavaConfig) -> LlavaProcessor:
+def _processor(description: Description, tokenizer: Any, config: Any) -> LlavaProcessor | LlavaNextProcessor:
     strategy = config.vision_feature_select_strategy
-    return LlavaProcessor(
-        _image_processor(description),
+    kind = LlavaNextProcessor if description.resolution.name == "anyres" else LlavaProcessor
+    return kind(
+        _image_processor(description, config),
         tokenizer,
         patch_size=description.encoder.patch_size,
         vision_feature_select_strategy=strategy,

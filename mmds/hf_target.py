@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import CLIPVisionConfig, LlavaConfig, SiglipVisionConfig
+from transformers import CLIPVisionConfig, LlavaConfig, LlavaNextConfig, SiglipVisionConfig
 
 from mmds.errors import ConfigError
+from mmds.model.build import build_geometry
 from mmds.model.folder import Description
 from mmds.model.llava_towers import transformers_config
 from mmds.model.qualify import small_copy
 
-LLAVA = "LlavaForConditionalGeneration"
+CLASSES = {"fixed": "LlavaForConditionalGeneration", "anyres": "LlavaNextForConditionalGeneration"}
+"""The class of transformers for each resolution that has one."""
+
 _TOLERANCE = 1e-5
 
 
 def exports_to(description: Description, decoder_config: object) -> tuple[str | None, str]:
     """(class of transformers, "") of a model, or (None, the reason why no class computes it). decoder_config: Hugging Face's."""
-    if description.resolution != "fixed":
-        return None, f"transformers' LLaVA knows no resolution {description.resolution!r}"
+    resolution, spec = description.resolution, description.encoder
+    if resolution.name not in CLASSES:
+        return None, f"transformers' LLaVA knows no resolution {resolution.name!r}"
+    if resolution.size not in (None, spec.image_size):
+        return None, (
+            f"resolution.size is {resolution.size}, so the tower's table of positions for {spec.image_size} pixels is interpolated, "
+            "which transformers' LLaVA never does"
+        )
     if description.positions != "1d":
         return None, f"transformers' LLaVA counts positions in one dimension, not as {description.positions!r}"
-    if description.connector != "mlp2x":
-        return None, f"transformers' LLaVA has a two-layer projector (mlp2x), not {description.connector!r}"
+    if description.connector.name != "mlp2x":
+        return None, f"transformers' LLaVA has a two-layer projector (mlp2x), not {description.connector.name!r}"
+    if spec.rope:
+        return None, "encoder.rope rotates the tower's queries and keys, which transformers' towers do not"
     tower = transformers_config(description.encoder)
     if isinstance(tower, str):
         return None, tower
     if problem := _decoder_problem(decoder_config):
         return None, problem
-    return LLAVA, ""
+    return CLASSES[resolution.name], ""
+
+
+def grids_of(description: Description) -> list[list[int]]:
+    """Height and width in pixels of each grid of tiles, as transformers' LLaVA-NeXT lists them; empty without tiles."""
+    geometry = build_geometry(
+        description.encoder,
+        description.connector,
+        max_pixels=description.max_pixels,
+        resolution=description.resolution,
+    )
+    return [[rows * geometry.image_size, columns * geometry.image_size] for rows, columns in geometry.grids]
 
 
 def vision_config(description: Description) -> tuple[str, CLIPVisionConfig | SiglipVisionConfig]:
@@ -39,7 +63,7 @@ def vision_config(description: Description) -> tuple[str, CLIPVisionConfig | Sig
 
 def llava_config(
     description: Description, decoder_config: object, *, image_token: int, rows: int
-) -> LlavaConfig:
+) -> LlavaConfig | LlavaNextConfig:
     """The whole model's config. rows: of the embedding table, more than `image_token`.
 
     The tower holds the blocks up to the feature layer, so features are its last hidden state (to which transformers applies no norm).
@@ -47,18 +71,21 @@ def llava_config(
     family, vision = vision_config(description)
     text = type(decoder_config).from_dict({**decoder_config.to_dict(), "vocab_size": rows})  # type: ignore[attr-defined]
     spec = description.encoder
-    return LlavaConfig(
-        vision_config=vision,
-        text_config=text,
-        image_token_index=image_token,
-        image_seq_length=(spec.image_size // spec.patch_size) ** 2,
-        projector_hidden_act="gelu",
-        vision_feature_select_strategy="default" if family == "clip" else "full",
-        vision_feature_layer=-1,
-        tie_word_embeddings=bool(text.tie_word_embeddings),
-        architectures=[LLAVA],
-        dtype=description.dtype,
-    )
+    common: dict[str, Any] = {
+        "vision_config": vision,
+        "text_config": text,
+        "image_token_index": image_token,
+        "image_seq_length": (spec.image_size // spec.patch_size) ** 2,
+        "projector_hidden_act": "gelu",
+        "vision_feature_select_strategy": "default" if family == "clip" else "full",
+        "vision_feature_layer": -1,
+        "tie_word_embeddings": bool(text.tie_word_embeddings),
+        "architectures": [CLASSES[description.resolution.name]],
+        "dtype": description.dtype,
+    }
+    if grids := grids_of(description):
+        return LlavaNextConfig(**common, image_grid_pinpoints=grids)
+    return LlavaConfig(**common)
 
 
 @torch.no_grad()

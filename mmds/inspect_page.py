@@ -7,10 +7,12 @@ import html
 import io
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from PIL import Image
 from torch import Tensor
 
 from mmds.data.chat_tokenizer import ChatTokenizer
+from mmds.data.pieces import pieces_of
 from mmds.data.rows import IGNORE, Row
 from mmds.model.loss import targets
 
@@ -100,7 +102,8 @@ class _View:
         self.row = row
         self.bounds: list[int] = row.cu_seqlens.tolist()
         self.ids: list[int] = row.input_ids.tolist()
-        self.positions: list[int] = row.position_ids.tolist()
+        axes = row.position_ids.reshape(-1, len(self.ids)).T.tolist()
+        self.positions = [",".join(map(str, axis)) for axis in axes]
         self.supervised: list[bool] = (row.labels != IGNORE).tolist()
         predictors, predicted = targets(row.labels, row.cu_seqlens)
         self.next: dict[int, int] = dict(zip(predictors.tolist(), predicted.tolist(), strict=True))
@@ -162,8 +165,13 @@ class _View:
 
     def _figure(self, t: int, image: int) -> str:
         count = int(self.row.slot_counts[image])
-        pixels = self.row.pixels[image]
-        height, width = pixels.shape[1:]
+        pieces = image_pieces(self.row, image)
+        height, width = pieces[0].shape[1:]
+        tiles = f", an overview and {len(pieces) - 1} tiles of" if len(pieces) > 1 else ":"
+        pictures = "".join(
+            f'<img src="{data_uri(piece)}" width="{width}" height="{height}" alt="{shown(self.row.image_names[image])}">'
+            for piece in pieces
+        )
         last = t + count - 1
         target = self.next.get(last)
         predicts = (
@@ -171,8 +179,8 @@ class _View:
         )
         name = shown(self.row.image_names[image])
         return (
-            f'<figure data-t="{t}" data-slots="{count}"><img src="{data_uri(pixels)}" width="{width}" height="{height}" alt="{name}">'
-            f"<figcaption>{name}: {width} x {height} pixels become {count} slots, row positions {t}\u2013{last}, position ids "
+            f'<figure data-t="{t}" data-slots="{count}">{pictures}'
+            f"<figcaption>{name}{tiles} {width} x {height} pixels become {count} slots, row positions {t}\u2013{last}, position ids "
             f"{self.positions[t]}\u2013{self.positions[last]}{predicts}</figcaption></figure>"
         )
 
@@ -206,6 +214,14 @@ class _View:
 def hue(index: int) -> int:
     """Colour of a sample's band, degrees: neighbours differ most (golden angle)."""
     return round(210 + index * 137.508) % 360
+
+
+def image_pieces(row: Row, image: int) -> list[Tensor]:
+    """What the encoder sees of an image: uint8 [3, H, W] of its one square or rectangle, or of its overview and each tile."""
+    plan = row.plans[image]
+    start = sum(before.pixel_shape[0] for before in row.plans[:image])
+    pixels = row.pixels[start : start + plan.pixel_shape[0]].numpy()
+    return [torch.from_numpy(piece) for piece in pieces_of(pixels, plan)]
 
 
 def data_uri(pixels: Tensor) -> str:

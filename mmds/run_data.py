@@ -12,7 +12,7 @@ from mmds.data.chat_tokenizer import ChatTokenizer
 from mmds.data.loader import StepLoader
 from mmds.data.mixture import Mixture, ensure_mixture, open_mixture, plan_run
 from mmds.geometry import Geometry
-from mmds.model.build import build_geometry, describe_light, find_source
+from mmds.model.build import describe_light, find_source, geometry_of
 from mmds.model.decoder import load_tokenizer
 from mmds.planner import RunPlan
 
@@ -25,7 +25,6 @@ class RunData:
     tokenizer: ChatTokenizer
     mixture: Mixture
     geometry: Geometry
-    interpolation: str
     plan: RunPlan
     world: int
     accumulation: int
@@ -41,7 +40,6 @@ class RunData:
             accumulation=self.accumulation,
             workers=workers,
             on_bad=self.config.data.on_bad_sample,
-            interpolation=self.interpolation,
             **options,
         )
 
@@ -53,7 +51,7 @@ def open_run_data(path: str | Path, overrides: Sequence[str] = (), *, world: int
     source = find_source(config.init_from, config.model)
     tokenizer = ChatTokenizer(load_tokenizer(source.decoder_name))
     encoder, connector = describe_light(source)
-    geometry = build_geometry(encoder.spec, connector.name, max_pixels=config.max_pixels)
+    geometry = geometry_of(source, encoder, connector, max_pixels=config.max_pixels)
     ensure_mixture(config.data, tokenizer, progress=True)
     mixture = open_mixture(config.data, tokenizer.fingerprint)
     return RunData(
@@ -61,7 +59,6 @@ def open_run_data(path: str | Path, overrides: Sequence[str] = (), *, world: int
         tokenizer=tokenizer,
         mixture=mixture,
         geometry=geometry,
-        interpolation=encoder.spec.interpolation,
         plan=plan_run(config, mixture, geometry, rows=rows),
         world=world,
         accumulation=accumulation,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, CohereConfig, Gemma2Config, GPT2Config, PhiConfig
 
-from mmds.config_types import EncoderSection
+from mmds.config_types import FIXED, ConnectorSection, EncoderSection, ResolutionSection
 from mmds.errors import CheckpointError
 from mmds.generate import load_assistant
 from mmds.hf_export import export_hf, grown
@@ -58,13 +58,15 @@ def write_folder(
     spare_rows: int = 0,
     image: bool = False,
     layer: int = -2,
+    resolution: ResolutionSection = FIXED,
 ) -> Path:
     """A model folder with random weights. spare_rows: of the embedding, beyond the tokenizer; image: the tokenizer has `<image>`."""
     source = tiny.write_encoder(folder.with_name(folder.name + ".tower"), model_cfg=tower)
     encoder = build_encoder(EncoderSection(name=f"local-dir:{source}", layer=layer))
     tokenizer = tokenizer_of(family, image=image)
     llm = tiny.AutoModelForCausalLM.from_config(text(family, rows=len(tokenizer) + spare_rows, tied=tied))
-    connector = Connector("mlp2x", encoder_width=32, decoder_width=48)
+    mlp2x = ConnectorSection(name="mlp2x")
+    connector = Connector(mlp2x, encoder_width=32, decoder_width=48, separator=resolution.name == "anyres")
     torch.manual_seed(4)
     for module in (encoder, connector, llm):
         excite(module)
@@ -76,7 +78,8 @@ def write_folder(
         (folder / part).mkdir()
         state = {name: value.contiguous() for name, value in module.state_dict().items()}
         save_file(state, folder / part / "model.safetensors")
-    Description(encoder=encoder.spec, connector="mlp2x", decoder_width=48).write(folder)
+    description = Description(encoder=encoder.spec, connector=mlp2x, decoder_width=48, resolution=resolution)
+    description.write(folder)
     return folder
 
 
@@ -100,11 +103,23 @@ def test_the_reloaded_model_says_what_chat_says(case: str, tmp_path: Path) -> No
         assert_same(ours, theirs, image_token=done.image_token)
 
 
-@pytest.mark.parametrize("shape", [(28, 28), (90, 41), (10, 200)])
-def test_pictures_of_any_shape_become_the_same_pixels(shape: tuple[int, int], tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "model")
+@pytest.mark.parametrize("shape", [(28, 28), (90, 41), (40, 130)])
+@pytest.mark.parametrize(
+    ("resolution", "name"),
+    [
+        ({"name": "fixed"}, "LlavaForConditionalGeneration"),
+        ({"name": "fixed", "fit": "pad"}, "LlavaForConditionalGeneration"),
+        ({"name": "anyres"}, "LlavaNextForConditionalGeneration"),
+        ({"name": "anyres", "grids": ("1x2", "2x1", "3x1")}, "LlavaNextForConditionalGeneration"),
+    ],
+)
+def test_pictures_of_any_shape_are_cut_and_seen_alike(
+    shape: tuple[int, int], resolution: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "model", resolution=ResolutionSection(**resolution))
     done = export_hf(folder, tmp_path / "hf")
-    images = [pictures(1, side=200)[0].crop((0, 0, *shape))]
+    assert done.name == name
+    images = pictures(1, width=shape[0], height=shape[1])
     ours, theirs = ask_mmds(load_assistant(folder), images), ask_transformers(tmp_path / "hf", images)
     assert_same(ours, theirs, image_token=done.image_token)
 
@@ -240,13 +255,41 @@ def test_a_decoder_that_llava_would_compute_differently_is_refused(
     assert reason in found
 
 
-@pytest.mark.parametrize("change", [{"connector": "linear"}, {"connector": "merge_mlp"}, {"positions": "mrope"}])
-def test_connectors_and_positions_without_a_counterpart_say_so(
-    described: tuple[Description, Any], change: dict[str, str]
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"connector": ConnectorSection(name="linear")}, "'linear'"),
+        ({"connector": ConnectorSection(name="merge_mlp")}, "'merge_mlp'"),
+        ({"connector": ConnectorSection(name="resampler")}, "'resampler'"),
+        ({"positions": "mrope"}, "'mrope'"),
+        ({"resolution": ResolutionSection(name="native")}, "'native'"),
+        ({"resolution": ResolutionSection(name="fixed", size=56)}, "resolution.size is 56"),
+    ],
+)
+def test_modes_without_a_counterpart_say_so(
+    described: tuple[Description, Any], change: dict[str, Any], reason: str
 ) -> None:
-    name, reason = exports_to(replace(described[0], **change), described[1])
+    name, found = exports_to(replace(described[0], **change), described[1])
     assert name is None
-    assert repr(next(iter(change.values()))) in reason
+    assert reason in found
+
+
+def test_rotated_encoders_have_no_counterpart_and_the_towers_own_size_has_one(
+    described: tuple[Description, Any],
+) -> None:
+    description, decoder = described
+    rope = replace(description, encoder=replace(description.encoder, rope=True))
+    assert "encoder.rope" in exports_to(rope, decoder)[1]
+    own = replace(description, resolution=ResolutionSection(name="fixed", size=28))
+    assert exports_to(own, decoder)[0] == "LlavaForConditionalGeneration"
+
+
+def test_only_the_grids_below_the_trained_pixel_cap_are_written(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", resolution=ResolutionSection(name="anyres"))
+    replace(read_description(folder), max_pixels=3 * 28 * 28).write(folder)
+    export_hf(folder, tmp_path / "hf")
+    for file in ("config.json", "preprocessor_config.json"):
+        assert json.loads((tmp_path / "hf" / file).read_text())["image_grid_pinpoints"] == [[28, 56], [56, 28]]
 
 
 def test_the_script_says_why_a_model_has_no_counterpart_and_leaves_it(

@@ -69,7 +69,7 @@ def test_the_samples_seen_are_those_of_the_plan_and_each_comes_once_an_epoch(run
     config = load_config(runs.align / "config.json")
     mixture = opened(config)
     encoder, connector = build_light(find_source(None, config.model), seed=config.seed)
-    geometry = build_geometry(encoder.spec, connector.name, max_pixels=config.max_pixels)
+    geometry = build_geometry(encoder.spec, connector.section, max_pixels=config.max_pixels)
     plan = plan_run(config, mixture, geometry, rows=4)
     steps = seen(runs, "align")
     for step, ranks in steps.items():
@@ -153,10 +153,10 @@ def samples_of_step(run: Path, runs: Runs, step: int) -> list[LoadedSample]:
     config = load_config(run / "config.json")
     mixture = opened(config)
     encoder, connector = build_light(find_source(config.init_from, config.model), seed=0)
-    geometry = build_geometry(encoder.spec, connector.name, max_pixels=None)
+    geometry = build_geometry(encoder.spec, connector.section, max_pixels=None)
     index = {mixture.key(i): i for i in range(len(mixture))}
     keys = [key for rows in seen(runs, run.name)[step] for row in rows for key in row if key]
-    return [load_sample(mixture, index[key], geometry, encoder.spec.interpolation) for key in keys]
+    return [load_sample(mixture, index[key], geometry) for key in keys]
 
 
 def test_the_loss_of_a_step_is_the_mean_over_all_its_tokens_under_the_weights_before_it(runs: Runs) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from mmds.config_types import EncoderSection
+from mmds.config_types import ConnectorSection, EncoderSection
 from mmds.data.rows import IMAGE_MARKER, LoadedSample, Row, build_row
 from mmds.geometry import Geometry
 from mmds.model.connector import Connector
@@ -116,31 +116,42 @@ def write_model_folder(
     encoder = build_encoder(EncoderSection(name=f"local-dir:{source}"))
     width = json.loads((folder / "decoder" / "config.json").read_text())["hidden_size"]
     torch.manual_seed(seed)
-    joint = Connector(connector, encoder_width=encoder.spec.width, decoder_width=width)
+    joint = Connector(ConnectorSection(name=connector), encoder_width=encoder.spec.width, decoder_width=width)
     for part, module in (("encoder", encoder), ("connector", joint)):
         (folder / part).mkdir(parents=True)
         state = {name: value.contiguous() for name, value in module.state_dict().items()}
         save_file(state, folder / part / "model.safetensors")
-    Description(encoder=encoder.spec, connector=connector, decoder_width=width).write(folder)
+    Description(encoder=encoder.spec, connector=ConnectorSection(name=connector), decoder_width=width).write(
+        folder
+    )
     return folder
 
 
 def random_sample(
     rng: np.random.Generator, geometry: Geometry, *, key: str, images: int, length: int = 12
 ) -> LoadedSample:
-    """A sample of random ids with `images` pictures; about half of its tokens are supervised, never a marker."""
+    """A sample of random ids with `images` pictures; about half of its tokens are supervised, never a marker.
+
+    Pictures are of the encoder's own size in resolution `fixed`, else of random sizes up to 90 pixels a side.
+    """
     ids = rng.integers(2, VOCABULARY, length).astype(np.int32)
     places = rng.choice(np.arange(1, length - 2), images, replace=False)
     ids[places] = IMAGE_MARKER
     supervised = (rng.random(length) < 0.5) & (ids != IMAGE_MARKER)
     supervised[-1] = True
-    size = geometry.image_size
+    square = (geometry.image_size, geometry.image_size)
+    sizes = (
+        [square] * images
+        if geometry.mode == "fixed"
+        else [tuple(rng.integers(1, 90, 2).tolist()) for _ in range(images)]
+    )
+    shapes = [geometry.plan(*size).pixel_shape for size in sizes]
     return LoadedSample(
         key=key,
         ids=ids,
         supervised=supervised,
-        images=tuple(rng.integers(0, 256, (3, size, size)).astype(np.uint8) for _ in range(images)),
-        image_sizes=((size, size),) * images,
+        images=tuple(rng.integers(0, 256, shape).astype(np.uint8) for shape in shapes),
+        image_sizes=tuple(sizes),
         image_paths=tuple(f"{key}-{k}.png" for k in range(images)),
     )
 

@@ -9,7 +9,7 @@ replaced, nothing is guessed.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -74,29 +74,74 @@ def load_image(
     width: int,
     interpolation: str = "bicubic",
     max_pixels: int = MAX_SOURCE_PIXELS,
+    square_fill: tuple[int, int, int] | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """uint8 [3, height, width]: an encoded image upright, in RGB on white, resized with antialiasing.
+    """uint8 [3, height, width]: an encoded image upright, in RGB on white, resized with antialiasing; see `load_sizes`."""
+    sizes = [(height, width)]
+    return load_sizes(
+        data, sizes, interpolation=interpolation, max_pixels=max_pixels, square_fill=square_fill
+    )[0]
 
-    height, width: planned size in pixels. interpolation: `bilinear`, `bicubic` or `lanczos`. max_pixels: own
-    limit on the source. Raises DataError with the reason when the bytes are no whole, readable image or its
-    range of values is unknown.
+
+def load_sizes(
+    data: bytes,
+    sizes: Sequence[tuple[int, int]],
+    *,
+    interpolation: str = "bicubic",
+    max_pixels: int = MAX_SOURCE_PIXELS,
+    square_fill: tuple[int, int, int] | None = None,
+) -> list[npt.NDArray[np.uint8]]:
+    """One uint8 [3, height, width] for each (height, width) of `sizes`, all from one decoding of the image.
+
+    Upright, in RGB on white, resized with antialiasing. interpolation: `bilinear`, `bicubic` or `lanczos`. max_pixels: own limit on the
+    source. square_fill: RGB that the image is first padded with to a square, centred (None: the aspect is not kept). Raises
+    DataError with the reason when the bytes are no whole, readable image or its range of values is unknown.
     """
     if interpolation not in INTERPOLATION:
         raise DataError(f"unknown interpolation {interpolation!r}; known are {', '.join(INTERPOLATION)}")
+    height, width = (max(sides) for sides in zip(*sizes, strict=True))
 
-    def read(image: ImageFile.ImageFile) -> npt.NDArray[np.uint8]:
+    def read(image: ImageFile.ImageFile) -> list[npt.NDArray[np.uint8]]:
         pixels, extent = _decode(image, data, height=height, width=width)
-        transposed, *flips = _UPRIGHT[_orientation(image)]
-        stored = (width, height) if transposed else (height, width)
-        resized = resize(pixels, *stored, interpolation, extent=extent)
-        turned = resized.swapaxes(0, 1) if transposed else resized
-        upright = turned[tuple(slice(None, None, -1 if flip else 1) for flip in flips)]
-        planes = np.empty((3, height, width), dtype=np.uint8)
-        for channel in range(3):  # in this order half the time of one strided copy
-            planes[channel] = upright[:, :, channel]
-        return planes
+        if square_fill is not None:
+            pixels = _squared(pixels, square_fill)
+            extent = (float(pixels.shape[0]), float(pixels.shape[1]))
+        orientation = _orientation(image)
+        return [_upright(pixels, extent, orientation, size, interpolation) for size in sizes]
 
     return _with_image(data, max_pixels, read)
+
+
+def _upright(
+    pixels: npt.NDArray[np.uint8],
+    extent: tuple[float, float],
+    orientation: int,
+    size: tuple[int, int],
+    interpolation: str,
+) -> npt.NDArray[np.uint8]:
+    """uint8 [3, *size] of decoded pixels [H, W, 3] as stored. extent: see `_decode`."""
+    transposed, *flips = _UPRIGHT[orientation]
+    stored = size[::-1] if transposed else size
+    resized = resize(pixels, *stored, interpolation, extent=extent)
+    turned = resized.swapaxes(0, 1) if transposed else resized
+    upright = turned[tuple(slice(None, None, -1 if flip else 1) for flip in flips)]
+    planes = np.empty((3, *size), dtype=np.uint8)
+    for channel in range(3):  # in this order half the time of one strided copy
+        planes[channel] = upright[:, :, channel]
+    return planes
+
+
+def _squared(pixels: npt.NDArray[np.uint8], fill: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
+    """uint8 [H, W, 3] -> [S, S, 3], S = max(H, W), centred on the colour `fill`."""
+    height, width = pixels.shape[:2]
+    side = max(height, width)
+    if height == width:
+        return pixels
+    square = np.empty((side, side, 3), dtype=np.uint8)
+    square[:] = fill
+    top, left = (side - height) // 2, (side - width) // 2
+    square[top : top + height, left : left + width] = pixels
+    return square
 
 
 def _decode(

@@ -60,7 +60,6 @@ class StepLoader:
         on_bad: Literal["raise", "skip"] = "raise",
         start_step: int = 0,
         stop_step: int | None = None,
-        interpolation: str = "bicubic",
         max_bad_share: float = MAX_BAD_SHARE,
         timeout: float = TIMEOUT,
         pin_memory: bool = False,
@@ -80,7 +79,7 @@ class StepLoader:
                 f"{world} ranks x {accumulation} micro-steps are not the plan's {plan.rows_per_step} rows"
             )
         self._mixture, self._geometry = mixture, geometry
-        self._on_bad, self._interpolation = on_bad, interpolation
+        self._on_bad = on_bad
         self._accumulation, self._workers, self._timeout = accumulation, workers, timeout
         self._max_bad_share, self._pin, self._persistent = max_bad_share, pin_memory, persistent
         self._steps = range(start_step, plan.total_steps if stop_step is None else stop_step)
@@ -177,7 +176,7 @@ class StepLoader:
         return _Crew(loader, board, handover)
 
     def _builder(self, board: Board, handover: Handover | None) -> RowMaker:
-        return RowMaker(self._mixture, self._geometry, self._on_bad, self._interpolation, board, handover)
+        return RowMaker(self._mixture, self._geometry, self._on_bad, board, handover)
 
 
 class _Crew:

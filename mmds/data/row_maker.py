@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from mmds.data.handover import Handover, Ticket
-from mmds.data.images import load_image
 from mmds.data.mixture import Mixture
+from mmds.data.pieces import load_pieces
 from mmds.data.rows import LoadedSample, Row, build_row
 from mmds.data.timing import RowSeconds, StageClock
 from mmds.data.watchdog import Board
@@ -35,12 +35,11 @@ class RowMaker(Dataset[Any]):
         mixture: Mixture,
         geometry: Geometry,
         on_bad: str,
-        interpolation: str,
         board: Board,
         handover: Handover | None,
     ) -> None:
         self._mixture, self._geometry = mixture, geometry
-        self._on_bad, self._interpolation = on_bad, interpolation
+        self._on_bad = on_bad
         self._board, self._handover = board, handover
 
     def __getitem__(self, samples: Samples) -> Arrival | Ticket:
@@ -59,7 +58,7 @@ class RowMaker(Dataset[Any]):
         loaded, bad = [], []
         for i in samples:
             try:
-                loaded.append(load_sample(self._mixture, i, self._geometry, self._interpolation, clock))
+                loaded.append(load_sample(self._mixture, i, self._geometry, clock))
             except StoreError as error:
                 return str(error)
             except DataError as error:
@@ -81,7 +80,6 @@ def load_sample(
     mixture: Mixture,
     i: int,
     geometry: Geometry,
-    interpolation: str = "bicubic",
     clock: StageClock | None = None,
 ) -> LoadedSample:
     """Sample i of the mixture with its pictures decoded to their planned size.
@@ -96,7 +94,7 @@ def load_sample(
         clock.enter("decode", i, number, stored.image_paths[number])
         plan = geometry.plan(*size)
         try:
-            images.append(load_image(data, height=plan.height, width=plan.width, interpolation=interpolation))
+            images.append(load_pieces(data, plan, geometry))
         except DataError as error:
             place = f"sample {stored.key} image {number} ({stored.image_paths[number]})"
             raise DataError(f"{place}: {error}") from error

@@ -1,17 +1,28 @@
-"""Connectors: from encoder features to visual tokens of the decoder's width.
+"""Connectors: from encoder features to visual tokens of the decoder's width, all images of a row in one call.
 
-A new connector is one class with `forward([N, patches, d_encoder]) -> [N, visual tokens, d_decoder]`, its merge factor, and one
-entry in CONNECTORS. Shapes: N images, g x g patches, c encoder width, d decoder width.
+A new connector is one class with `forward(features [P, c], grids) -> tokens [V, d]` and one entry in CONNECTORS. Shapes: P patches of
+all pieces (an image is one piece, or an overview and tiles), piece by piece in reading order; V visual tokens; c encoder width; d
+decoder width. grids: rows and columns of patches of each piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from mmds.errors import ConfigError
+from mmds.config_types import ConnectorSection
+from mmds.errors import ConfigError, SpliceError
+from mmds.geometry import Grid, ImagePlan, arrangement
 from mmds.model.recompute import Checkpoint, recompute_blocks
+from mmds.model.resampler import Resampler
+
+QUERIES = 64
+"""Visual tokens that the resampler makes of an image, unless the config says other."""
 
 
 class Linear(nn.Module):
@@ -21,8 +32,8 @@ class Linear(nn.Module):
         super().__init__()
         self.proj = nn.Linear(c, d)
 
-    def forward(self, features: Tensor) -> Tensor:
-        """[N, g*g, c] -> [N, g*g, d]."""
+    def forward(self, features: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """[P, c] -> [P, d]."""
         projected: Tensor = self.proj(features)
         return projected
 
@@ -36,14 +47,14 @@ class Mlp2x(nn.Module):
         self.act = nn.GELU()
         self.down = nn.Linear(d, d)
 
-    def forward(self, features: Tensor) -> Tensor:
-        """[N, g*g, c] -> [N, g*g, d]."""
+    def forward(self, features: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """[P, c] -> [P, d]."""
         projected: Tensor = self.down(self.act(self.up(features)))
         return projected
 
 
 class MergeMlp(nn.Module):
-    """Join 2x2 neighbouring patches, then norm and MLP (Qwen2-VL's merger, section 2.1)."""
+    """Join 2x2 neighbouring patches, norm before, MLP after (Qwen2-VL's merger, arXiv 2409.12191)."""
 
     def __init__(self, c: int, d: int) -> None:
         super().__init__()
@@ -52,52 +63,114 @@ class MergeMlp(nn.Module):
         self.act = nn.GELU()
         self.down = nn.Linear(4 * c, d)
 
-    def forward(self, features: Tensor) -> Tensor:
-        """[N, g*g, c] -> [N, g*g/4, d], in reading order of the 2x2 blocks."""
-        merged = merge_neighbours(self.norm(features), 2)
+    def forward(self, features: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """[P, c] -> [P/4, d], in reading order of the 2x2 blocks."""
+        merged = merge_neighbours(self.norm(features), grids, 2)
         projected: Tensor = self.down(self.act(self.up(merged)))
         return projected
 
 
-def merge_neighbours(features: Tensor, merge: int) -> Tensor:
-    """[N, g*g, c] in reading order -> [N, (g/merge)^2, merge*merge*c]; each block's patches in reading order."""
-    n, patches, c = features.shape
-    g = int(patches**0.5)
-    blocks = features.reshape(n, g // merge, merge, g // merge, merge, c).permute(0, 1, 3, 2, 4, 5)
-    return blocks.reshape(n, (g // merge) ** 2, merge * merge * c)
+class PixelShuffle(nn.Module):
+    """Join 2x2 neighbouring patches, then norm over all four and MLP (InternVL 1.5, arXiv 2404.16821)."""
+
+    def __init__(self, c: int, d: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * c)
+        self.up = nn.Linear(4 * c, d)
+        self.act = nn.GELU()
+        self.down = nn.Linear(d, d)
+
+    def forward(self, features: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """[P, c] -> [P/4, d], in reading order of the 2x2 blocks."""
+        merged = merge_neighbours(features, grids, 2)
+        projected: Tensor = self.down(self.act(self.up(self.norm(merged))))
+        return projected
 
 
-CONNECTORS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
-    # name: (constructor from the encoder's and the decoder's width, patches merged per side)
-    "linear": (Linear, 1),
-    "mlp2x": (Mlp2x, 1),
-    "merge_mlp": (MergeMlp, 2),
+def merge_neighbours(features: Tensor, grids: Sequence[Grid], merge: int) -> Tensor:
+    """[P, c] -> [P / merge^2, merge^2 * c]: blocks in reading order in each piece, and each block's patches in reading order."""
+    order, start = [], 0
+    for rows, columns in grids:
+        numbers = start + np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge)
+        order.append(numbers.transpose(0, 2, 1, 3).ravel())
+        start += rows * columns
+    index = torch.from_numpy(np.concatenate(order)).to(features.device, non_blocking=True)
+    return features[index].reshape(-1, merge * merge * features.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """An entry of CONNECTORS.
+
+    build: constructor from encoder width, decoder width and queries. merge: patches joined per side. fixed: makes `queries` tokens of
+    any piece.
+    """
+
+    build: Callable[[int, int, int], nn.Module]
+    merge: int = 1
+    fixed: bool = False
+
+
+CONNECTORS: dict[str, Kind] = {
+    "linear": Kind(build=lambda c, d, _: Linear(c, d)),
+    "mlp2x": Kind(build=lambda c, d, _: Mlp2x(c, d)),
+    "merge_mlp": Kind(build=lambda c, d, _: MergeMlp(c, d), merge=2),
+    "pixel_shuffle": Kind(build=lambda c, d, _: PixelShuffle(c, d), merge=2),
+    "resampler": Kind(build=Resampler, fixed=True),
 }
 
 
 class Connector(nn.Module):
-    """One of CONNECTORS by name."""
+    """One of CONNECTORS by name, and the learned separator that ends each row of tiles.
 
-    def __init__(self, name: str, *, encoder_width: int, decoder_width: int) -> None:
+    section: name and queries. separator: with resolution `anyres` a parameter [d], else None.
+    """
+
+    def __init__(
+        self, section: ConnectorSection, *, encoder_width: int, decoder_width: int, separator: bool = False
+    ) -> None:
         super().__init__()
-        if name not in CONNECTORS:
-            raise ConfigError(f"mmds.model.connector: {name!r} is none of {', '.join(CONNECTORS)}")
-        build, self.merge = CONNECTORS[name]
-        self.name = name
-        self.net = build(encoder_width, decoder_width)
+        kind = kind_of(section)
+        self.section = section
+        self.net = kind.build(encoder_width, decoder_width, queries_of(section))
+        self.separator = nn.Parameter(torch.empty(decoder_width)) if separator else None
+        if self.separator is not None:
+            nn.init.normal_(self.separator, std=1 / math.sqrt(decoder_width))  # as LLaVA-NeXT begins
 
-    def forward(self, features: Tensor) -> Tensor:
-        """[N, patches, c] -> [N, visual tokens, d]."""
-        visual: Tensor = self.net(features)
-        return visual
+    def forward(self, features: Tensor, plans: Sequence[ImagePlan]) -> Tensor:
+        """[P, c] of these images -> visual tokens [V, d] in the order of their slots. Raises SpliceError when the counts differ."""
+        tokens: Tensor = self.net(features, [plan.grid for plan in plans for _ in range(plan.pieces)])
+        if self.separator is None:
+            planned = sum(plan.visual_tokens for plan in plans)
+            if tokens.shape[0] != planned:
+                raise SpliceError(
+                    f"the connector made {tokens.shape[0]} visual tokens of {len(plans)} images, {planned} are planned"
+                )
+            return tokens
+        table = torch.cat([tokens, self.separator[None].to(tokens.dtype)])
+        order, start = [], 0
+        for plan in plans:
+            places = arrangement(plan)
+            order.append(np.where(places < 0, len(tokens), places + start))
+            start += plan.patches // kind_of(self.section).merge ** 2
+        if start != len(tokens):
+            raise SpliceError(
+                f"the connector made {len(tokens)} tokens of the pieces of {len(plans)} images, {start} are planned"
+            )
+        return table[torch.from_numpy(np.concatenate(order)).to(table.device, non_blocking=True)]
 
     def set_recompute(self, every: int, checkpoint: Checkpoint) -> None:
         """Recompute the connector, which is one block, in the backward pass; every = 0: do not."""
         recompute_blocks([self.net], every, checkpoint)
 
 
-def connector_merge(name: str) -> int:
-    """Patches that the connector `name` merges per side."""
-    if name not in CONNECTORS:
-        raise ConfigError(f"mmds.model.connector: {name!r} is none of {', '.join(CONNECTORS)}")
-    return CONNECTORS[name][1]
+def kind_of(section: ConnectorSection) -> Kind:
+    """The entry of a connector. Raises ConfigError for a name that is none."""
+    if section.name not in CONNECTORS:
+        raise ConfigError(f"mmds.model.connector: {section.name!r} is none of {', '.join(CONNECTORS)}")
+    return CONNECTORS[section.name]
+
+
+def queries_of(section: ConnectorSection) -> int:
+    """Visual tokens that the connector makes of any piece; 0 = as many as merged patches."""
+    return (section.queries or QUERIES) if kind_of(section).fixed else 0

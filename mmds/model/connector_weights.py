@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmds.errors import CheckpointError
 from mmds.model.connector import Connector
-from mmds.model.folder import load_part, read_tensors
+from mmds.model.folder import part_files, read_tensors
 from mmds.model.llava_names import original_projector
 
 KEY = "mmds.model.connector_weights"
@@ -18,31 +18,38 @@ KEY = "mmds.model.connector_weights"
 def load_connector(connector: Connector, path: str) -> None:
     """Fill a connector from `path`: a .bin or .safetensors file of original LLaVA, or a folder, `connector/` of a model folder.
 
-    Raises CheckpointError naming what is missing, has no place, or has another shape. A .bin is read without running what it holds.
+    The separator of tiles may be missing or too many: with LLaVA-NeXT it begins. Raises CheckpointError naming what else is missing, has
+    no place, or has another shape. A .bin is read without running what it holds.
     """
-    given = Path(path)
-    if given.is_dir():
-        inner = given / "connector"
-        load_part(connector, inner if inner.is_dir() else given)
-        return
-    if not given.is_file():
-        raise CheckpointError(f"{KEY}: {given} does not exist; name a projector file or a connector/ folder")
-    stored = read_file(given)
-    own = set(connector.state_dict())
-    if any("mm_projector." in name for name in stored):
-        try:
-            renamed = original_projector(list(stored), connector.name)
-        except CheckpointError as error:
-            raise CheckpointError(f"{KEY}: {given}: {error}") from error
-        stored = {
-            ours: stored[name] for name, ours in renamed.items() if ours in own or ours != "separator"
-        }  # LLaVA-NeXT's files hold the row separator, which only tiles need
+    stored = _stored(Path(path), connector)
+    own = connector.state_dict()
+    if "separator" in stored and "separator" not in own:
+        del stored["separator"]  # of a model with tiles, for one without
+    if "separator" in own:
+        stored.setdefault("separator", own["separator"])  # of a model without tiles, for one with
     try:
         connector.load_state_dict(stored, strict=True)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{KEY}: {given} does not fit the connector {connector.name!r}: {error}; override with\n    --set {KEY}=null"
+            f"{KEY}: {path} does not fit the connector {connector.section.name!r}: {error}; for a fresh one\n    --set {KEY}=null"
         ) from error
+
+
+def _stored(given: Path, connector: Connector) -> dict[str, Tensor]:
+    """The tensors of `given` under the connector's names."""
+    if given.is_dir():
+        folder = given / "connector" if (given / "connector").is_dir() else given
+        return {name: read() for name, read in read_tensors(part_files(folder))}
+    if not given.is_file():
+        raise CheckpointError(f"{KEY}: {given} does not exist; name a projector file or a connector/ folder")
+    stored = read_file(given)
+    if not any("mm_projector." in name for name in stored):
+        return stored
+    try:
+        renamed = original_projector(list(stored), connector.section.name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{KEY}: {given}: {error}") from error
+    return {ours: stored[name] for name, ours in renamed.items()}
 
 
 def read_file(file: Path) -> dict[str, Tensor]:

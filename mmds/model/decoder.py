@@ -21,15 +21,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmds.errors import CheckpointError, ConfigError
 from mmds.model.attention import ROWS, SEQUENCE
+from mmds.model.mrope import MultiAxisRotary
 from mmds.model.recompute import Checkpoint
 
 
 class Decoder(nn.Module):
     """A causal LM that takes embeddings of one packed row and gives logits at chosen positions only."""
 
-    def __init__(self, llm: PreTrainedModel) -> None:
+    def __init__(self, llm: PreTrainedModel, positions: str = "1d") -> None:
+        """positions: `1d` or `mrope`. Raises ConfigError for a family that mrope cannot be given to."""
         super().__init__()
         self.llm = llm
+        self.rotary = MultiAxisRotary(llm) if positions == "mrope" else None
         llm.config.use_cache = False
         llm.set_attn_implementation(ROWS)
 
@@ -56,7 +59,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [K, V] at row positions `keep` int64 [K] (K may be 0).
 
-        inputs_embeds [T, d]; position_ids int64 [T], restarting in each segment; cu_seqlens int32 [S + 1] with
+        inputs_embeds [T, d]; position_ids int64 [T], or [3, T] with mrope, restarting in each segment; cu_seqlens int32 [S + 1] with
         cu_seqlens[0] = 0 and cu_seqlens[-1] = T. Raises ValueError for a mask, a cache, or boundaries that do not cover the row.
         """
         if attention_mask is not None:
@@ -67,13 +70,13 @@ class Decoder(nn.Module):
             raise ValueError(
                 "decoder: a cache was asked for; packed rows are computed whole, generation uses mmds.generate"
             )
-        if position_ids is None or position_ids.shape != inputs_embeds.shape[:1]:
+        if position_ids is None or position_ids.shape[-1:] != inputs_embeds.shape[:1]:
             raise ValueError("decoder: position_ids must give one position for each token of the row")
         longest = _check_boundaries(cu_seqlens, inputs_embeds.shape[0])
         output = self.llm(
             inputs_embeds=inputs_embeds[None],
             attention_mask=None,
-            position_ids=position_ids[None],
+            position_ids=self.place(position_ids),
             use_cache=False,
             logits_to_keep=keep,
             cu_seq_lens_q=cu_seqlens,
@@ -83,6 +86,19 @@ class Decoder(nn.Module):
         )
         logits: Tensor = output.logits
         return logits[0]
+
+    def place(self, position_ids: Tensor) -> Tensor:
+        """What the LM is to be given as its `position_ids` [1, T]; with mrope its rotary module is told all axes on the way.
+
+        position_ids: int64 [T], with mrope [3, T]. Raises ValueError for the wrong number of axes.
+        """
+        axes = 3 if self.rotary is not None else 1
+        if position_ids.dim() != (2 if axes == 3 else 1) or (axes == 3 and position_ids.shape[0] != 3):
+            raise ValueError(f"decoder: positions have {axes} axes, got {tuple(position_ids.shape)}")
+        if self.rotary is None:
+            return position_ids[None]
+        self.rotary.positions = position_ids
+        return position_ids[:1]
 
     def set_recompute(self, every: int, checkpoint: Checkpoint) -> None:
         """Recompute every n-th layer in the backward pass, through transformers' own switch; every = 0: none.

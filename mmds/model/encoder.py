@@ -1,13 +1,15 @@
 """Vision encoders: the visual side of any open_clip tower, native ViT, ResNet or timm-backed, up to one feature layer.
 
+Squares of the tower's own size run through its own forward; images of any other grid run packed (`packed_tower`).
+
 What becomes of a tower: its text side, pooling, projection and every block above the feature layer are dropped (they would never
 train), class and register tokens never leave it, and pixels are normalised with the tower's own mean and std on the device.
-Shapes: N images, H x W pixels, g x g feature cells, c feature width.
+Shapes: N pieces of images, H x W pixels, g x g feature cells, P cells in all, p pixels a side of a cell, c feature width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 
 from mmds.config_types import EncoderSection
 from mmds.errors import ConfigError
+from mmds.geometry import Grid
 from mmds.model.encoder_sources import build_tower, load_tower
+from mmds.model.packed_tower import pack
 from mmds.model.recompute import Checkpoint, recompute_blocks
 
 
@@ -26,7 +30,8 @@ class EncoderSpec:
 
     model_cfg: open_clip's `embed_dim`, `vision_cfg` and `quick_gelu`. layer: feature block, counted from 0. norm: whether the
     tower's final norm is applied to the features. mean, std: per channel, for pixels in [0, 1]. interpolation: of the resize.
-    image_size: pixels a side. patch_size: pixels a side of one feature cell. width: channels of a feature.
+    image_size: pixels a side. patch_size: pixels a side of one feature cell. width: channels of a feature. rope: whether
+    queries and keys are rotated by row and column, beside the tower's own positions.
     """
 
     name: str
@@ -39,6 +44,7 @@ class EncoderSpec:
     image_size: int
     patch_size: int
     width: int
+    rope: bool = False
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> EncoderSpec:
@@ -61,15 +67,33 @@ class Encoder(nn.Module):
         self.visual = visual
         self.spec = spec
         self.pruned = dict(pruned or {})
+        self.unpackable = ""
+        try:
+            pack(visual, norm=spec.norm, rope=spec.rope)
+        except ConfigError as error:
+            self.unpackable = str(error)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """uint8 [N, 3, H, W] upright RGB -> features [N, g*g, c] in reading order, in the weights' dtype."""
+    def forward(self, pixels: Tensor, grids: Sequence[Grid] | None = None) -> Tensor:
+        """Features [P, c] in the weights' dtype, piece by piece, in reading order.
+
+        pixels: uint8 upright RGB, [N, 3, H, W] of the tower's own size; or, with `grids`, patches [P, 3, p, p] of pieces with these
+        rows and columns, in one packed call. Raises ConfigError for grids on a tower that cannot run packed.
+        """
         dtype = next(self.visual.parameters()).dtype
         mean = torch.tensor(self.spec.mean, device=pixels.device).view(1, 3, 1, 1)
         std = torch.tensor(self.spec.std, device=pixels.device).view(1, 3, 1, 1)
         normal = ((pixels.float() / 255 - mean) / std).to(dtype)
+        if grids is not None:
+            self.must_pack()
+            packed: Tensor = self.visual(normal, grids)
+            return packed
         maps = _feature_map(self.visual, normal, layer=self.spec.layer, norm=self.spec.norm)
-        return maps.flatten(2).transpose(1, 2)
+        return maps.flatten(2).transpose(1, 2).flatten(0, 1)
+
+    def must_pack(self) -> None:
+        """Raise ConfigError, with the reason, for a tower that cannot run images of different sizes in one packed call."""
+        if self.unpackable:
+            raise ConfigError(self.unpackable)
 
     def train(self, mode: bool = True) -> Encoder:
         """As usual, but batch norms keep their stored statistics: an image's features do not depend on its row."""
@@ -127,6 +151,7 @@ def build_encoder(section: EncoderSection) -> Encoder:
         image_size=image_size,
         patch_size=cell,
         width=width,
+        rope=section.rope,
     )
     return Encoder(visual, spec, _pieces_gone(whole, visual))
 

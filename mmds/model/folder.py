@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmds import __version__
-from mmds.errors import CheckpointError
+from mmds.config_decode import decode, plain
+from mmds.config_types import FIXED, ConnectorSection, ResolutionSection
+from mmds.errors import CheckpointError, ConfigError
+from mmds.jsonc import KeyPath, dotted
 from mmds.model.encoder import EncoderSpec
 
 DESCRIPTION = "mmds.json"
@@ -33,19 +37,24 @@ _PREFIXES = {"encoder": "encoder.", "connector": "connector.", "decoder": "decod
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """mmds.json: the encoder's spec, the connector's name and widths, the modes, the stage that made it, and the dtype."""
+    """mmds.json: the encoder's spec, the connector, the modes, the pixel cap, the stage that made it, and the dtype.
+
+    max_pixels: most pixels that the encoder received for one image in training; what answers a question is held to it too.
+    """
 
     encoder: EncoderSpec
-    connector: str
+    connector: ConnectorSection
     decoder_width: int
-    resolution: str = "fixed"
+    resolution: ResolutionSection = FIXED
     positions: str = "1d"
+    max_pixels: int | None = None
     stage: str = ""
     dtype: str = "float32"
 
     def write(self, folder: Path) -> None:
         """Write folder/mmds.json."""
-        data = {**self.__dict__, "encoder": self.encoder.to_json(), "mmds": __version__}
+        sections = {"connector": plain(self.connector), "resolution": plain(self.resolution)}
+        data = {**self.__dict__, "encoder": self.encoder.to_json(), **sections, "mmds": __version__}
         (folder / DESCRIPTION).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
@@ -56,7 +65,16 @@ def read_description(folder: Path) -> Description:
         raise CheckpointError(f"{folder} is not a model folder: it has no {DESCRIPTION}")
     data = json.loads(file.read_text(encoding="utf-8"))
     data.pop("mmds", None)
-    return Description(**{**data, "encoder": EncoderSpec.from_json(data["encoder"])})
+    sections: dict[str, Any] = {"encoder": EncoderSpec.from_json(data["encoder"])}
+    for key, section in (("connector", ConnectorSection), ("resolution", ResolutionSection)):
+        if key in data:  # a bare name, as older folders have it, is the section's name
+            value = {"name": data[key]} if isinstance(data[key], str) else data[key]
+            sections[key] = decode(section, value, (key,), partial(_blame, file))
+    return Description(**{**data, **sections})
+
+
+def _blame(file: Path, path: KeyPath, problem: str) -> ConfigError:
+    return ConfigError(f"{file}: {dotted(path)}: {problem}")
 
 
 def find_model_folder(path: str) -> Path:

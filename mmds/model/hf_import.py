@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from mmds.config_types import ConnectorSection, ResolutionSection
 from mmds.errors import CheckpointError
 from mmds.model.connector import Connector
 from mmds.model.connector_weights import read_file
@@ -81,7 +82,9 @@ def import_llava(source: Path, target: Path, *, name: str | None = None) -> Impo
 
 def _import(source: Path, target: Path, name: str) -> Imported:
     config = AutoConfig.from_pretrained(source, local_files_only=True)
-    spec = _encoder_spec(config, _read_processor(source))
+    processor = _read_processor(source)
+    spec = _encoder_spec(config, processor)
+    resolution, fitting = _resolution(config, processor)
     connector = _connector(config, spec)
     text = config.text_config
     stored = _stored(source)
@@ -104,17 +107,19 @@ def _import(source: Path, target: Path, name: str) -> Imported:
         shutil.copyfile(source / "generation_config.json", building / "decoder" / "generation_config.json")
     description = Description(
         encoder=spec,
-        connector=connector.name,
+        connector=connector.section,
         decoder_width=text.hidden_size,
+        resolution=resolution,
         dtype=str(dtype).removeprefix("torch."),
     )
     description.write(building)
-    write_readme(building, {"imported from": name, "encoder": spec.name, "connector": "mlp2x", "dtype": dtype})
+    facts = {"encoder": spec.name, "connector": connector.section.name, "resolution": resolution.name}
+    write_readme(building, {"imported from": name, **facts, "dtype": dtype})
     building.rename(target)
     return Imported(
         moved=tuple((tuple(stored[other].name for other in rule.theirs), rule.ours) for rule in moves),
         dropped=tuple((stored[other].name, reason) for other, reason in left_out.items()),
-        notes=(f"chat template: {origin}",),
+        notes=(f"chat template: {origin}", f"pictures: {fitting}"),
     )
 
 
@@ -232,7 +237,12 @@ def _connector(config: Any, spec: EncoderSpec) -> Connector:
     if not config.multimodal_projector_bias:
         raise CheckpointError("multimodal_projector_bias is false; mlp2x has biases")
     with torch.device("meta"):
-        return Connector("mlp2x", encoder_width=spec.width, decoder_width=config.text_config.hidden_size)
+        return Connector(
+            ConnectorSection(name="mlp2x"),
+            encoder_width=spec.width,
+            decoder_width=config.text_config.hidden_size,
+            separator=config.model_type == "llava_next",
+        )
 
 
 def _encoder_spec(config: Any, processor: Mapping[str, Any]) -> EncoderSpec:
@@ -262,6 +272,29 @@ def _encoder_spec(config: Any, processor: Mapping[str, Any]) -> EncoderSpec:
         patch_size=vision.patch_size,
         width=vision.hidden_size,
     )
+
+
+def _resolution(config: Any, processor: Mapping[str, Any]) -> tuple[ResolutionSection, str]:
+    """Our resolution, and in words what becomes of pictures that are no squares."""
+    if config.model_type == "llava_next":
+        return _tiles(config, processor), "a square overview, then tiles"
+    if processor.get("do_pad"):
+        return ResolutionSection(name="fixed", fit="pad"), "padded to a square"
+    if processor.get("do_center_crop") and "shortest_edge" in processor["size"]:
+        words = "padded to a square, as LLaVA-1.5 was trained (the source's processor crops them to their middle square)"
+        return ResolutionSection(name="fixed", fit="pad"), words
+    return ResolutionSection(name="fixed"), "resized to a square"
+
+
+def _tiles(config: Any, processor: Mapping[str, Any]) -> ResolutionSection:
+    """LLaVA-NeXT's grids of tiles, in the order in which equal ones are preferred."""
+    pinpoints, side = config.image_grid_pinpoints, config.vision_config.image_size
+    if processor.get("image_grid_pinpoints", pinpoints) != pinpoints:
+        raise CheckpointError("image_grid_pinpoints of config.json and of the processor differ")
+    odd = [size for size in pinpoints if size[0] % side or size[1] % side]
+    if odd:
+        raise CheckpointError(f"image_grid_pinpoints: {odd} are no multiples of the tile of {side} pixels")
+    return ResolutionSection(name="anyres", grids=tuple(f"{h // side}x{w // side}" for h, w in pinpoints))
 
 
 def _feature_block(layer: Any, blocks: int) -> int:

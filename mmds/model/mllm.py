@@ -1,7 +1,8 @@
 """The whole network: encoder, connector, decoder, joined by the splice.
 
 Every part is called exactly once for a row, with or without images: under ZeRO-3 ranks meet inside each layer, so a rank that
-skipped its encoder would stall the others (or corrupt them in silence). Shapes: T tokens of a row, I images, V visual tokens.
+skipped its encoder would stall the others (or corrupt them in silence). Shapes: T tokens of a row, I images, P patches of its
+images, V visual tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from mmds.data.rows import Row
 from mmds.errors import DataError
 from mmds.model.connector import Connector
 from mmds.model.decoder import Decoder
-from mmds.model.encoder import Encoder, EncoderSpec
+from mmds.model.encoder import Encoder
 from mmds.model.loss import targets, token_nll, weighted_sum
 from mmds.model.splice import check_counts, splice
 
@@ -37,7 +38,7 @@ class Mllm(nn.Module):
     def forward(self, row: Row, features: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The row's weighted sum of token NLL, to be back-propagated, and its plain sum without a graph; both fp32, 0-dim.
 
-        row: on the model's device. features [max(I, 1), patches, c] of a frozen encoder; None when the encoder trains.
+        row: on the model's device. features [P, c] of a frozen encoder; None when the encoder trains.
         """
         keep, target = targets(row.labels, row.cu_seqlens)
         nll = token_nll(self.logits(row, keep, features), target)
@@ -58,14 +59,12 @@ class Mllm(nn.Module):
             raise ValueError("give features exactly when the encoder is frozen, that is outside the model")
         if features is None:
             assert self.encoder is not None
-            features = self.encoder(pixels_or_dummy(row, self.encoder.spec))
-        images = row.slot_counts.numel()
-        if not images:  # the dummy's gradient is 0 times its features, which must not be infinite
+            features = encode(self.encoder, row)
+        if not row.plans:  # the dummy's gradient is 0 times its features, which must not be infinite
             features = features.nan_to_num(0.0, 0.0, 0.0)
-        visual = self.connector(features)
-        encoded = visual.shape[0] if images else 0
-        check_counts(row.slot_counts.tolist(), [visual.shape[1]] * encoded, row.image_names)
-        real = visual[:images].flatten(0, 1)
+        visual = self.connector(features, row.plans or (row.dummy,))
+        check_counts(row.slot_counts.tolist(), [plan.visual_tokens for plan in row.plans], row.image_names)
+        real = visual if row.plans else visual[:0]
         return splice(self.decoder.embed(row.input_ids), real, row.slots)
 
 
@@ -77,25 +76,28 @@ class FrozenEncoder:
 
     @torch.no_grad()
     def __call__(self, row: Row) -> Tensor:
-        """Features [max(I, 1), patches, c]. Raises DataError naming sample and image when one is not finite."""
-        features: Tensor = self.encoder(pixels_or_dummy(row, self.encoder.spec))
+        """Features [P, c]. Raises DataError naming sample and image when one is not finite."""
+        features = encode(self.encoder, row)
         refuse_non_finite(features, row)
         return features
 
 
-def pixels_or_dummy(row: Row, spec: EncoderSpec) -> Tensor:
-    """The row's pixels uint8 [I, 3, H, W], or one black image that fills no slot when it has none."""
-    if row.pixels.shape[0]:
-        return row.pixels
-    return row.pixels.new_zeros(1, 3, spec.image_size, spec.image_size)
+def encode(encoder: Encoder, row: Row) -> Tensor:
+    """Features [P, c] of the row's images, or of its dummy, one black piece that fills no slot, when it has none."""
+    plans, pixels = row.plans, row.pixels
+    if not plans:
+        plans, pixels = (row.dummy,), row.pixels.new_zeros(row.dummy.pixel_shape)
+    grids = [plan.grid for plan in plans for _ in range(plan.pieces)] if plans[0].packed else None
+    features: Tensor = encoder(pixels, grids)
+    return features
 
 
 def refuse_non_finite(features: Tensor, row: Row) -> None:
     """Raise DataError naming the images whose features hold an infinity or a NaN (fp16-trained encoders overflow on some)."""
-    images = row.slot_counts.numel()
-    finite = features[:images].isfinite().flatten(1).all(1)
-    if not bool(finite.all()):
-        names = [name for name, fine in zip(row.image_names, finite.tolist(), strict=True) if not fine]
-        raise DataError(
-            f"the encoder gave non-finite features for {', '.join(names)}; use bf16 or fp32, or remove these images"
-        )
+    if not row.plans or bool(features.isfinite().all()):
+        return
+    each = features.isfinite().all(1).split([plan.patches for plan in row.plans])
+    names = [name for name, fine in zip(row.image_names, each, strict=True) if not bool(fine.all())]
+    raise DataError(
+        f"the encoder gave non-finite features for {', '.join(names)}; use bf16 or fp32, or remove these images"
+    )

@@ -28,11 +28,12 @@ _TOLERANCE = 1e-4
 _KINDS = {"full_attention", "sliding_attention"}  # layer kinds that the packed backend computes
 
 
-def qualify(config: Any) -> None:
+def qualify(config: Any, positions: str = "1d") -> None:
     """Raise ConfigError naming the family unless a 2-layer copy of `config` passes packed == stock eager alone, in fp32.
 
-    config: a Hugging Face causal LM config; it is not changed. Takes about a second and no weights. Must run before a
-    ZeRO-3 context exists.
+    config: a Hugging Face causal LM config; it is not changed. positions: with `mrope` the copy must also give the same for text,
+    whose axes are equal, and something else for axes that differ. Takes about a second and no weights. Must run before
+    a ZeRO-3 context exists.
     """
     family = getattr(config, "model_type", type(config).__name__)
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
@@ -48,14 +49,17 @@ def qualify(config: Any) -> None:
         with _counting() as calls:
             try:
                 alone = torch.cat([_alone(stock, embeddings) for embeddings in rows])
-                packed = _packed(stock, rows)
+                decoder = Decoder(stock, positions)
+                packed = _packed(decoder, rows)
+                turned = _packed(decoder, rows, spread=True) if positions == "mrope" else None
             except (ValueError, TypeError, RuntimeError) as error:
                 raise ConfigError(
                     f"decoder family {family!r} cannot be held in packed rows: {error}"
                 ) from error
-    if len(calls) != stock.config.num_hidden_layers:
+    layers = stock.config.num_hidden_layers * (1 if turned is None else 2)
+    if len(calls) != layers:
         raise ConfigError(
-            f"decoder family {family!r} ignores the attention registry ({len(calls)} of {stock.config.num_hidden_layers} layers "
+            f"decoder family {family!r} ignores the attention registry ({len(calls)} of {layers} layers "
             "used the packed backend); choose another decoder family"
         )
     gap = float((packed - alone).abs().max() / alone.abs().max().clamp_min(1e-9))
@@ -64,6 +68,8 @@ def qualify(config: Any) -> None:
             f"decoder family {family!r} leaks between packed samples or drops an attention argument: packed and alone differ "
             f"by {gap:.1e} of the largest logit; choose another decoder family"
         )
+    if turned is not None and torch.allclose(turned, packed):
+        raise ConfigError(f'decoder family {family!r} does not look at mrope positions; use "1d"')
 
 
 @contextlib.contextmanager
@@ -170,12 +176,16 @@ def _alone(stock: PreTrainedModel, embeddings: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _packed(stock: PreTrainedModel, rows: list[Tensor]) -> Tensor:
+def _packed(decoder: Decoder, rows: list[Tensor], *, spread: bool = False) -> Tensor:
+    """spread: with mrope, give the columns other positions than time and rows."""
     embeddings = torch.cat(rows)
     lengths = torch.tensor([0, *(len(r) for r in rows)], dtype=torch.int32)
-    logits: Tensor = Decoder(stock)(
+    positions = torch.cat([torch.arange(len(r)) for r in rows])
+    if decoder.rotary is not None:
+        positions = torch.stack([positions, positions, 3 * positions if spread else positions])
+    logits: Tensor = decoder(
         inputs_embeds=embeddings,
-        position_ids=torch.cat([torch.arange(len(r)) for r in rows]),
+        position_ids=positions,
         cu_seqlens=lengths.cumsum(0, dtype=torch.int32),
         keep=torch.arange(len(embeddings)),
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmds.config_types import ConnectorSection
 from mmds.data.rows import IGNORE, Row, filler_row
 from mmds.engine import Engine, Ranks
 from mmds.engine.core import deepspeed_config, parameter_groups
@@ -81,7 +82,7 @@ def losses(ranks: Ranks) -> dict[str, float]:
     found = {}
     for zero, weighting, (split, rows) in itertools.product(range(4), EXPECTED, SPLITS[ranks.world].items()):
         model = Mllm(
-            connector=Connector("linear", encoder_width=4, decoder_width=2),
+            connector=Connector(ConnectorSection(name="linear"), encoder_width=4, decoder_width=2),
             decoder=ScriptedDecoder(),  # type: ignore[arg-type]
             encoder=None,
             weighting=weighting,

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mmds.config import load_config
+from mmds.config_types import ConnectorSection
 from mmds.data.rows import IGNORE, Row
 from mmds.engine import Engine, Ranks
 from mmds.engine.assemble import assemble
@@ -54,7 +55,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
     encoder = build_encoder(
         EncoderSection(name=f"local-dir:{tiny.write_encoder(tmp_path_factory.mktemp('encoder'))}")
     )
-    connector = Connector("merge_mlp", encoder_width=32, decoder_width=8)
+    connector = Connector(ConnectorSection(name="merge_mlp"), encoder_width=32, decoder_width=8)
     return nn.ModuleDict({"encoder": encoder, "connector": connector, "decoder": Tied()})
 
 
@@ -179,7 +180,7 @@ class Alone:
         config = load_config(file)
         source = find_source(None, config.model)
         encoder, connector = build_light(source, seed=config.seed)
-        geometry = build_geometry(encoder.spec, connector.name, max_pixels=None)
+        geometry = build_geometry(encoder.spec, connector.section, max_pixels=None)
         return assemble(config, source, encoder, connector, self.ranks, total_steps=4), geometry
 
     def _config(self, zero: int, stage: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mmds.config_types import ConnectorSection
 from mmds.data.rows import IMAGE_MARKER
 from mmds.engine.schedule import rate_factor
 from mmds.engine.zero import checkpoint_tensors
@@ -52,10 +53,12 @@ class Reference:
 
     def __init__(self, work: Path, stage: str, weighting: str, first: int, steps: int) -> None:
         self.encoder = build_encoder(EncoderSection(name=f"local-dir:{work / 'encoder'}"))
-        self.connector = Connector(layouts.CONNECTOR[stage], encoder_width=32, decoder_width=48)
+        self.connector = Connector(
+            ConnectorSection(name=layouts.CONNECTOR[stage]), encoder_width=32, decoder_width=48
+        )
         self.connector.load_state_dict(torch.load(work / f"{stage}.connector.pt"))
         self.llm = stock_llm(str(work / "decoder"))
-        self.geometry = build_geometry(self.encoder.spec, self.connector.name, max_pixels=None)
+        self.geometry = build_geometry(self.encoder.spec, self.connector.section, max_pixels=None)
         self.weighting = weighting
         self.rates = {pattern.removesuffix(".*"): rate for pattern, rate in trained_rates(stage).items()}
         groups = [

@@ -65,7 +65,7 @@ def build(work: Path, layout: Layout, ranks: Ranks) -> tuple[Engine, Geometry]:
     config = load_config(file)
     source = find_source(config.init_from, config.model)
     encoder, connector = build_light(source, seed=config.seed)
-    geometry = build_geometry(encoder.spec, connector.name, max_pixels=config.max_pixels)
+    geometry = build_geometry(encoder.spec, connector.section, max_pixels=config.max_pixels)
     if ranks.first:
         torch.save(connector.state_dict(), work / f"{layout.stage}.connector.pt")
     return assemble(config, source, encoder, connector, ranks, total_steps=TOTAL), geometry

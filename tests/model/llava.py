@@ -17,7 +17,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from mmds.config_types import EncoderSection
+from mmds.config_types import ConnectorSection, EncoderSection
 from mmds.data.rows import IMAGE_MARKER, LoadedSample
 from mmds.model.connector import Connector
 from mmds.model.decoder import Decoder
@@ -103,7 +103,7 @@ def same_mllm(theirs: LlavaForConditionalGeneration, folder: Path) -> Mllm:
     tiny.write_encoder(folder, model_cfg=VISION)
     encoder: Encoder = build_encoder(EncoderSection(name=f"local-dir:{folder}", layer=-2))
     model = Mllm(
-        connector=Connector("mlp2x", encoder_width=32, decoder_width=48),
+        connector=Connector(ConnectorSection(name="mlp2x"), encoder_width=32, decoder_width=48),
         decoder=Decoder(LlamaForCausalLM(deepcopy(theirs.config.text_config))),
         encoder=encoder,
     )

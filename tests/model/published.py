@@ -14,15 +14,21 @@ from PIL import Image
 from tokenizers import AddedToken
 from torch import Tensor
 from transformers import (
+    AutoModelForImageTextToText,
     AutoProcessor,
     CLIPImageProcessor,
     CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
     LlavaProcessor,
     MistralConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     SiglipVisionConfig,
 )
@@ -34,6 +40,7 @@ from tests.model.families import excite
 
 IMAGE = "<image>"
 SIDE = 28
+MEAN, STD = [0.4, 0.45, 0.5], [0.3, 0.25, 0.2]
 
 VICUNA_PARTS = (
     "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
@@ -113,10 +120,14 @@ def write_llava(
     template: str | None = VICUNA_PARTS,
     layer: int = -2,
     spare_rows: int = 63,
-    processor: dict[str, Any] | None = None,
+    processor: Any = None,
+    tiles: list[list[int]] | None = None,
     **config: Any,
-) -> LlavaForConditionalGeneration:
-    """Save a LLaVA of transformers with its processor. spare_rows: of the embedding beyond the tokenizer's entries."""
+) -> PreTrainedModel:
+    """Save a LLaVA of transformers with its processor; with `tiles`, sizes in pixels, a LLaVA-NeXT.
+
+    spare_rows: of the embedding, beyond the tokenizer's entries. processor: of images, instead of the one of the published models.
+    """
     vision = vision or clip()
     whole = "full" if vision.model_type == "siglip_vision_model" else "default"
     tokenizer = tokenizer_of(family)
@@ -130,17 +141,27 @@ def write_llava(
         "tie_word_embeddings": tied,
     }
     torch.manual_seed(0)
-    model = LlavaForConditionalGeneration(LlavaConfig(**{**given, **config})).eval()
+    if tiles is None:
+        model: PreTrainedModel = LlavaForConditionalGeneration(LlavaConfig(**{**given, **config}))
+    else:
+        model = LlavaNextForConditionalGeneration(
+            LlavaNextConfig(**{**given, "image_grid_pinpoints": tiles, **config})
+        )
+    model.eval()
     excite(model)
     broken = [i for i in range(len(tokenizer)) if "\ufffd" in tokenizer.decode([i])]
     model.lm_head.weight.data[broken] = 0.0  # parts of characters, of which random text has no whole ones
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
-    pixels = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
-    images = CLIPImageProcessor(**{**pixels, "image_mean": [0.4, 0.45, 0.5], "image_std": [0.3, 0.25, 0.2], **(processor or {})})
+    pixels: dict[str, Any] = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    pixels |= {"image_mean": MEAN, "image_std": STD}
+    if tiles is None:
+        images = processor or CLIPImageProcessor(**pixels)
+    else:
+        images = LlavaNextImageProcessor(**pixels, image_grid_pinpoints=tiles)
     tokenizer.chat_template = template
-    LlavaProcessor(
+    (LlavaProcessor if tiles is None else LlavaNextProcessor)(
         images,
         tokenizer,
         patch_size=14,
@@ -163,16 +184,18 @@ class Asked:
 QUESTION = "what is in the picture?"
 
 
-def pictures(count: int, *, side: int = SIDE, seed: int = 0) -> list[Image.Image]:
-    """Square pictures of noise, so that no processor has anything to crop."""
-    rng = np.random.default_rng(seed)
-    return [Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in range(count)]
+def pictures(
+    count: int, *, width: int = SIDE, height: int | None = None, seed: int = 0
+) -> list[Image.Image]:
+    """Pictures of noise; squares, unless a height is given, of which no processor has anything to crop."""
+    rng, shape = np.random.default_rng(seed), (height or width, width, 3)
+    return [Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)) for _ in range(count)]
 
 
 @torch.no_grad()
 def ask_transformers(folder: Path, images: Sequence[Image.Image], *, tokens: int = 12) -> Asked:
     """transformers' own way: class and processor by name, template with parts (where there is none Vicuna's), generate."""
-    model, info = LlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    model, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     model.eval()
     processor = AutoProcessor.from_pretrained(folder)

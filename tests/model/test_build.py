@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import FalconConfig
 
-from mmds.config_types import DecoderSection, EncoderSection, ModelSection
+from mmds.config_types import ConnectorSection, DecoderSection, EncoderSection, ModelSection
 from mmds.engine.assemble import _refuse_scalars, surplus_tensors, verify_decoder
 from mmds.errors import CheckpointError, ConfigError
 from mmds.model.build import (
@@ -169,10 +169,20 @@ def test_a_family_that_cannot_be_packed_is_refused_before_any_weight_is_read(
 
 def test_the_geometry_is_that_of_the_encoder_and_the_connector_under_the_cap(parts: Path) -> None:
     encoder, _ = describe_light(find_source(None, section(parts)))
-    assert build_geometry(encoder.spec, "mlp2x", max_pixels=28 * 28).plan(5, 5).visual_tokens == 4
-    assert build_geometry(encoder.spec, "merge_mlp", max_pixels=None).plan(5, 5).visual_tokens == 1
+    assert (
+        build_geometry(encoder.spec, ConnectorSection(name="mlp2x"), max_pixels=28 * 28)
+        .plan(5, 5)
+        .visual_tokens
+        == 4
+    )
+    assert (
+        build_geometry(encoder.spec, ConnectorSection(name="merge_mlp"), max_pixels=None)
+        .plan(5, 5)
+        .visual_tokens
+        == 1
+    )
     with pytest.raises(ConfigError, match="max_pixels is 783"):
-        build_geometry(encoder.spec, "mlp2x", max_pixels=783)
+        build_geometry(encoder.spec, ConnectorSection(name="mlp2x"), max_pixels=783)
 
 
 def test_no_part_has_a_parameter_without_dimensions_though_its_source_has(
@@ -189,7 +199,9 @@ def test_no_part_has_a_parameter_without_dimensions_though_its_source_has(
     decoder = build_decoder(source, dtype=torch.float32, seed=0)
     for name in CONNECTORS:
         model = Mllm(
-            connector=Connector(name, encoder_width=32, decoder_width=48), decoder=decoder, encoder=encoder
+            connector=Connector(ConnectorSection(name=name), encoder_width=32, decoder_width=48),
+            decoder=decoder,
+            encoder=encoder,
         )
         assert min(parameter.dim() for parameter in model.parameters()) == 1
         assert _refuse_scalars(model) is None

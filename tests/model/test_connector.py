@@ -7,6 +7,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchMerger
 
+from mmds.config_types import ConnectorSection
 from mmds.errors import ConfigError
 from mmds.model.connector import CONNECTORS, Connector, connector_merge, merge_neighbours
 from mmds.model.recompute import non_reentrant
@@ -20,7 +21,7 @@ def test_mlp2x_equals_llavas_projector() -> None:
     )
     theirs = LlavaMultiModalProjector(config)
     excite(theirs)
-    ours = Connector("mlp2x", encoder_width=12, decoder_width=20)
+    ours = Connector(ConnectorSection(name="mlp2x"), encoder_width=12, decoder_width=20)
     state = {
         "net.up.weight": theirs.linear_1.weight,
         "net.up.bias": theirs.linear_1.bias,
@@ -36,7 +37,7 @@ def qwen_pair(c: int, d: int) -> tuple[Connector, PatchMerger]:
     """Our merge_mlp and Qwen2-VL's merger with the same weights."""
     theirs = PatchMerger(dim=d, context_dim=c)
     excite(theirs)
-    ours = Connector("merge_mlp", encoder_width=c, decoder_width=d)
+    ours = Connector(ConnectorSection(name="merge_mlp"), encoder_width=c, decoder_width=d)
     names = {"net.norm": "ln_q", "net.up": "mlp.0", "net.down": "mlp.2"}
     given = theirs.state_dict()
     ours.load_state_dict(
@@ -72,7 +73,7 @@ def test_merging_joins_neighbours_and_keeps_images_apart() -> None:
 
 @pytest.mark.parametrize("name", CONNECTORS)
 def test_visual_tokens_are_patches_over_the_merge_factor_squared(name: str) -> None:
-    connector = Connector(name, encoder_width=8, decoder_width=12)
+    connector = Connector(ConnectorSection(name=name), encoder_width=8, decoder_width=12)
     out = connector(torch.randn(5, 16, 8))
     assert out.shape == (5, 16 // connector_merge(name) ** 2, 12)
     assert connector.merge == connector_merge(name) == {"linear": 1, "mlp2x": 1, "merge_mlp": 2}[name]
@@ -80,7 +81,7 @@ def test_visual_tokens_are_patches_over_the_merge_factor_squared(name: str) -> N
 
 @pytest.mark.parametrize("name", CONNECTORS)
 def test_an_image_is_projected_alike_alone_and_among_others(name: str) -> None:
-    connector = Connector(name, encoder_width=8, decoder_width=12)
+    connector = Connector(ConnectorSection(name=name), encoder_width=8, decoder_width=12)
     features = torch.randn(4, 16, 8)
     assert gap(torch.cat([connector(f[None]) for f in features]), connector(features)) < 1e-6
 
@@ -89,7 +90,7 @@ def test_an_image_is_projected_alike_alone_and_among_others(name: str) -> None:
 @pytest.mark.parametrize("name", CONNECTORS)
 def test_gradients_are_equal_with_recomputation_also_of_frozen_inputs(name: str, inputs_train: bool) -> None:
     torch.manual_seed(0)
-    connector = Connector(name, encoder_width=8, decoder_width=12)
+    connector = Connector(ConnectorSection(name=name), encoder_width=8, decoder_width=12)
     excite(connector)
     results, passes = [], []
     count: list[int] = []
@@ -113,6 +114,6 @@ def test_gradients_are_equal_with_recomputation_also_of_frozen_inputs(name: str,
 
 def test_an_unknown_connector_is_refused_with_the_known_ones_named() -> None:
     with pytest.raises(ConfigError, match="'qformer' is none of linear, mlp2x, merge_mlp"):
-        Connector("qformer", encoder_width=8, decoder_width=12)
+        Connector(ConnectorSection(name="qformer"), encoder_width=8, decoder_width=12)
     with pytest.raises(ConfigError, match="'qformer'"):
         connector_merge("qformer")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from mmds.config_types import EncoderSection
+from mmds.config_types import ConnectorSection, EncoderSection
 from mmds.errors import CheckpointError
 from mmds.model.connector import Connector
 from mmds.model.decoder import Decoder
@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mllm]:
     for name, tied in (("tied", True), ("untied", False)):
         torch.manual_seed(0)
         made[name] = Mllm(
-            connector=Connector("mlp2x", encoder_width=32, decoder_width=48),
+            connector=Connector(ConnectorSection(name="mlp2x"), encoder_width=32, decoder_width=48),
             decoder=Decoder(LlamaForCausalLM(tiny.decoder_config(tied=tied))),
             encoder=build_encoder(EncoderSection(name=f"local-dir:{tower}")),
         )
@@ -181,7 +181,7 @@ def test_a_missing_part_is_named(models: dict[str, Mllm], part: str, tmp_path: P
 
 def test_a_part_loads_bit_for_bit_also_from_shards(models: dict[str, Mllm], tmp_path: Path) -> None:
     folder = written(models["untied"], tmp_path)
-    connector = Connector("mlp2x", encoder_width=32, decoder_width=48)
+    connector = Connector(ConnectorSection(name="mlp2x"), encoder_width=32, decoder_width=48)
     load_part(connector, folder / "connector")
     expected = models["untied"].connector.state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in connector.state_dict().items())
@@ -201,7 +201,7 @@ def test_a_part_loads_bit_for_bit_also_from_shards(models: dict[str, Mllm], tmp_
 
 @pytest.mark.parametrize("fault", ["missing", "foreign", "shape"])
 def test_a_part_with_other_names_or_shapes_is_refused_by_name(fault: str, tmp_path: Path) -> None:
-    module = Connector("mlp2x", encoder_width=4, decoder_width=6)
+    module = Connector(ConnectorSection(name="mlp2x"), encoder_width=4, decoder_width=6)
     state = dict(module.state_dict())
     if fault == "missing":
         del state["net.up.bias"]

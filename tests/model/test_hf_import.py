@@ -11,7 +11,7 @@ import open_clip
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CLIPVisionConfig, SiglipVisionConfig
+from transformers import CLIPImageProcessor, CLIPVisionConfig, LlavaImageProcessor, SiglipVisionConfig
 
 from mmds.data.chat_tokenizer import ChatTokenizer
 from mmds.errors import CheckpointError
@@ -28,7 +28,10 @@ from tests.chat_fixtures import TEMPLATES
 from tests.model import published
 from tests.model.published import (
     CHATML_PARTS,
+    MEAN,
     MISTRAL_PARTS,
+    SIDE,
+    STD,
     VICUNA_PARTS,
     ask_mmds,
     ask_transformers,
@@ -55,9 +58,59 @@ def test_logits_and_greedy_text_are_those_of_transformers(case: str, tmp_path: P
     model = write_llava(tmp_path / "llava", **CASES[case])
     import_llava(tmp_path / "llava", tmp_path / "model")
     assistant = load_assistant(tmp_path / "model")
-    for images in (pictures(1), pictures(2, seed=3), pictures(1, side=57)):
+    for images in (pictures(1), pictures(2, seed=3), pictures(1, width=57)):
         ours, theirs = ask_mmds(assistant, images), ask_transformers(tmp_path / "llava", images)
         assert_same(ours, theirs, image_token=model.config.image_token_index)
+
+
+TILES = [[28, 56], [56, 28], [56, 56], [84, 28]]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"family": "mistral", "template": MISTRAL_PARTS},
+        {"vision": siglip(), "family": "qwen2", "template": CHATML_PARTS, "tied": True},
+    ],
+    ids=["clip-mistral", "siglip-qwen2-tied"],
+)
+def test_tiles_rows_and_separator_are_those_of_llava_next(case: dict[str, Any], tmp_path: Path) -> None:
+    model = write_llava(tmp_path / "llava", tiles=TILES, **case)
+    import_llava(tmp_path / "llava", tmp_path / "model")
+    description = read_description(tmp_path / "model")
+    assert description.resolution.grids == ("1x2", "2x1", "2x2", "3x1")
+    stored = load_file(tmp_path / "model" / "connector" / "model.safetensors")
+    assert torch.equal(stored["separator"], model.model.image_newline)
+    assistant = load_assistant(tmp_path / "model")
+    wide, tall = pictures(1, width=90, height=31), pictures(1, width=40, height=130, seed=2)
+    for images in (pictures(1), wide, tall, wide + tall):
+        ours, theirs = ask_mmds(assistant, images), ask_transformers(tmp_path / "llava", images)
+        assert_same(ours, theirs, image_token=model.config.image_token_index)
+
+
+def test_tiles_off_the_towers_size_are_refused(tmp_path: Path) -> None:
+    write_llava(tmp_path / "llava", tiles=[[28, 56], [40, 28]])
+    with pytest.raises(CheckpointError, match=r"image_grid_pinpoints: \[\[40, 28\]\]"):
+        import_llava(tmp_path / "llava", tmp_path / "model")
+
+
+def test_padding_and_plain_resizing_of_the_processor_are_kept(tmp_path: Path) -> None:
+    square = {"height": SIDE, "width": SIDE}
+    common = {"size": square, "crop_size": square, "do_center_crop": False, "image_mean": MEAN, "image_std": STD}
+    padding = LlavaImageProcessor(**common, do_pad=True)
+    for name, processor, fit in (("pad", padding, "pad"), ("plain", CLIPImageProcessor(**common), "resize")):
+        model = write_llava(tmp_path / name, processor=processor)
+        import_llava(tmp_path / name, tmp_path / f"{name}.model")
+        assert read_description(tmp_path / f"{name}.model").resolution.fit == fit
+        images = pictures(1, width=90, height=31)
+        ours = ask_mmds(load_assistant(tmp_path / f"{name}.model"), images)
+        assert_same(ours, ask_transformers(tmp_path / name, images), image_token=model.config.image_token_index)
+
+
+def test_a_processor_that_crops_becomes_padding_and_the_report_says_so(llava: Path, tmp_path: Path) -> None:
+    report = import_llava(llava, tmp_path / "model").lines()
+    assert read_description(tmp_path / "model").resolution.fit == "pad"
+    assert any("the source's processor crops them" in line for line in report)
 
 
 @pytest.fixture(scope="module")

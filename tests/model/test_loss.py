@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmds.config_types import ConnectorSection
 from mmds.data.rows import IGNORE, Row, build_row, filler_row
 from mmds.geometry import Geometry
 from mmds.model.connector import Connector
@@ -68,7 +69,7 @@ def test_no_supervised_token_gives_exactly_zero_with_a_graph() -> None:
 
 def test_the_filler_row_costs_exactly_zero_and_moves_nothing() -> None:
     model = Mllm(
-        connector=Connector("linear", encoder_width=4, decoder_width=32),
+        connector=Connector(ConnectorSection(name="linear"), encoder_width=4, decoder_width=32),
         decoder=Decoder(stock_model("llama")),
         encoder=None,
     )
@@ -120,7 +121,7 @@ def test_the_packed_sum_equals_the_sum_of_the_samples_alone() -> None:
     row, samples = tiny.random_row(7, GEOMETRY, (1, 0, 2, 0))
     row = with_small_ids(row)
     model = Mllm(
-        connector=Connector("linear", encoder_width=4, decoder_width=32),
+        connector=Connector(ConnectorSection(name="linear"), encoder_width=4, decoder_width=32),
         decoder=Decoder(stock_model("llama")),
         encoder=None,
     )
@@ -159,7 +160,9 @@ def test_a_random_decoder_scores_about_the_log_of_its_vocabulary() -> None:
     row, _ = tiny.random_row(1, GEOMETRY, (0, 0, 0, 0, 0, 0))
     row = with_small_ids(row)
     model = Mllm(
-        connector=Connector("linear", encoder_width=4, decoder_width=32), decoder=Decoder(llm), encoder=None
+        connector=Connector(ConnectorSection(name="linear"), encoder_width=4, decoder_width=32),
+        decoder=Decoder(llm),
+        encoder=None,
     )
     assert model(row, torch.zeros(1, 4, 4))[0].item() / row.supervised == pytest.approx(
         math.log(VOCABULARY), rel=0.02
@@ -188,7 +191,7 @@ def test_copying_the_present_token_scores_badly_and_knowing_the_next_one_well(
 ) -> None:
     row, _ = tiny.random_row(2, GEOMETRY, (0, 0, 0))
     model = Mllm(
-        connector=Connector("linear", encoder_width=4, decoder_width=tiny.VOCABULARY),
+        connector=Connector(ConnectorSection(name="linear"), encoder_width=4, decoder_width=tiny.VOCABULARY),
         decoder=_Echo(ahead),  # type: ignore[arg-type]
         encoder=None,
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmds.config_types import EncoderSection, RecomputeSection
+from mmds.config_types import ConnectorSection, EncoderSection, RecomputeSection
 from mmds.data.rows import IMAGE_MARKER, LoadedSample, Row, build_row, filler_row
 from mmds.engine.assemble import set_recompute
 from mmds.errors import DataError, SpliceError
@@ -45,7 +45,7 @@ def make_encoder(folder: Path) -> Encoder:
 def make_model(folder: Path, *, connector: str = "mlp2x", trained_encoder: bool = True) -> Mllm:
     torch.manual_seed(4)
     return Mllm(
-        connector=Connector(connector, encoder_width=32, decoder_width=48),
+        connector=Connector(ConnectorSection(name=connector), encoder_width=32, decoder_width=48),
         decoder=Decoder(load_llm(str(folder / "decoder"), dtype=torch.float32)),
         encoder=make_encoder(folder) if trained_encoder else None,
     )
@@ -249,7 +249,7 @@ def test_non_finite_features_are_named_by_sample_and_image_before_the_decoder(fo
 @pytest.mark.parametrize("connector", ["mlp2x", "merge_mlp"])
 def test_planned_visual_tokens_are_those_that_the_network_makes(connector: str, folder: Path) -> None:
     encoder = make_encoder(folder)
-    geometry = build_geometry(encoder.spec, connector, max_pixels=None)
+    geometry = build_geometry(encoder.spec, ConnectorSection(name=connector), max_pixels=None)
     model = make_model(folder, connector=connector)
     row, _ = tiny.random_row(3, geometry, (1, 2))
     plan = geometry.plan(640, 480)
