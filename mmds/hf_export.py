@@ -30,7 +30,14 @@ from mmds.data.conversation import Conversation, Turn
 from mmds.errors import CheckpointError
 from mmds.hf_target import exports_to, llava_config, vision_config
 from mmds.model.decoder import load_config, load_tokenizer
-from mmds.model.folder import SHARD_BYTES, Description, ShardWriter, part_files, read_description, read_tensors
+from mmds.model.folder import (
+    SHARD_BYTES,
+    Description,
+    ShardWriter,
+    part_files,
+    read_description,
+    read_tensors,
+)
 from mmds.model.llava_names import TOWER, joint_rules, text_rule, tower_rules
 from mmds.model.llava_template import IMAGE, processor_template, render
 
@@ -58,7 +65,9 @@ def export_hf(folder: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Exp
     description, decoder_config = read_description(folder), load_config(str(folder / "decoder"))
     name, reason = exports_to(description, decoder_config)
     if name is None:
-        raise CheckpointError(f"{folder} has no counterpart in transformers: {reason}; use the model folder as it is")
+        raise CheckpointError(
+            f"{folder} has no counterpart in transformers: {reason}; use the model folder as it is"
+        )
     if out.exists():
         raise CheckpointError(f"{out} exists; move it, or name another folder")
     chat = ChatTokenizer(load_tokenizer(str(folder / "decoder")))
@@ -79,7 +88,9 @@ def export_hf(folder: Path, out: Path, *, shard_bytes: int = SHARD_BYTES) -> Exp
     template = str(tokenizer.chat_template)
     tokenizer.chat_template = processor_template(template)
     _processor(description, tokenizer, config).save_pretrained(building)
-    _image_processor(description, config).save_pretrained(building)  # vLLM and transformers 4 read it from its own file
+    _image_processor(description, config).save_pretrained(
+        building
+    )  # vLLM and transformers 4 read it from its own file
     _generation(folder, chat).save_pretrained(building)
     notes = () if _same_prompt(chat, tokenizer, template) else (_OTHER_PROMPT,)
     building.rename(out)
@@ -101,7 +112,11 @@ def _tensors(
     family, vision = vision_config(description)
     stored = {
         prefix + name: read
-        for part, prefix in (("encoder", "encoder."), ("connector", "connector."), ("decoder", "decoder.llm."))
+        for part, prefix in (
+            ("encoder", "encoder."),
+            ("connector", "connector."),
+            ("decoder", "decoder.llm."),
+        )
         for name, read in read_tensors(part_files(folder / part))
     }
     with torch.device("meta"):

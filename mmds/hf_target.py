@@ -30,9 +30,15 @@ def exports_to(description: Description, decoder_config: object) -> tuple[str | 
             "which transformers' LLaVA never does"
         )
     if description.positions != "1d":
-        return None, f"transformers' LLaVA counts positions in one dimension, not as {description.positions!r}"
+        return (
+            None,
+            f"transformers' LLaVA counts positions in one dimension, not as {description.positions!r}",
+        )
     if description.connector.name != "mlp2x":
-        return None, f"transformers' LLaVA has a two-layer projector (mlp2x), not {description.connector.name!r}"
+        return (
+            None,
+            f"transformers' LLaVA has a two-layer projector (mlp2x), not {description.connector.name!r}",
+        )
     if spec.rope:
         return None, "encoder.rope rotates the tower's queries and keys, which transformers' towers do not"
     tower = transformers_config(description.encoder)

@@ -201,3 +201,21 @@ def test_a_run_that_would_be_refused_is_refused_dry(printed: Any) -> None:
         printed({"name": "instruct", "min_text_only": 1.0})
     with pytest.raises(ValueError, match="matches no parameter"):
         printed({"name": "align", "rates": {"connector.gone.*": 1e-3}})
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("mmds.seed=1", "exports to LlavaForConditionalGeneration of transformers"),
+        (
+            'mmds.model.resolution={"name": "anyres", "max_tiles": 2}',
+            "exports to LlavaNextForConditionalGeneration of transformers",
+        ),
+        (
+            'mmds.model.connector="linear"',
+            "exports to its model folder alone: transformers' LLaVA has a two-layer projector (mlp2x), not 'linear'",
+        ),
+    ],
+)
+def test_it_says_what_the_model_exports_to(printed: Any, override: str, line: str) -> None:
+    assert line in printed("align", override, "mmds.data.row_tokens=400").splitlines()

@@ -124,7 +124,9 @@ def test_pictures_of_any_shape_are_cut_and_seen_alike(
     assert_same(ours, theirs, image_token=done.image_token)
 
 
-@pytest.mark.parametrize(("tied", "spare", "image"), [(True, 0, False), (False, 0, False), (True, 7, False), (False, 0, True)])
+@pytest.mark.parametrize(
+    ("tied", "spare", "image"), [(True, 0, False), (False, 0, False), (True, 7, False), (False, 0, True)]
+)
 def test_old_rows_are_bit_equal_the_tie_is_kept_and_the_image_token_has_a_row(
     tied: bool, spare: int, image: bool, tmp_path: Path
 ) -> None:
@@ -165,7 +167,10 @@ def test_a_model_goes_out_and_comes_back_bit_for_bit(tmp_path: Path) -> None:
         first, second = (load_file(tmp_path / f / part / "model.safetensors") for f in ("model", "again"))
         assert set(first) == set(second)
         assert all(torch.equal(first[name], second[name]) for name in first)
-    assert ask_mmds(load_assistant(tmp_path / "model"), pictures(1)).said == ask_transformers(tmp_path / "hf", pictures(1)).said
+    assert (
+        ask_mmds(load_assistant(tmp_path / "model"), pictures(1)).said
+        == ask_transformers(tmp_path / "hf", pictures(1)).said
+    )
 
 
 def test_weights_are_sharded_under_the_published_names(tmp_path: Path) -> None:
@@ -189,7 +194,10 @@ def test_a_folder_whose_weights_do_not_fit_is_refused_by_name(tmp_path: Path) ->
     tensors = load_file(file)
     tensors["net.gate"] = tensors.pop("net.up.bias")
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"missing: connector\.net\.up\.bias; without a name in LLaVA: connector\.net\.gate"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"missing: connector\.net\.up\.bias; without a name in LLaVA: connector\.net\.gate",
+    ):
         export_hf(folder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
@@ -289,7 +297,10 @@ def test_only_the_grids_below_the_trained_pixel_cap_are_written(tmp_path: Path) 
     replace(read_description(folder), max_pixels=3 * 28 * 28).write(folder)
     export_hf(folder, tmp_path / "hf")
     for file in ("config.json", "preprocessor_config.json"):
-        assert json.loads((tmp_path / "hf" / file).read_text())["image_grid_pinpoints"] == [[28, 56], [56, 28]]
+        assert json.loads((tmp_path / "hf" / file).read_text())["image_grid_pinpoints"] == [
+            [28, 56],
+            [56, 28],
+        ]
 
 
 def test_the_script_says_why_a_model_has_no_counterpart_and_leaves_it(
@@ -322,5 +333,9 @@ def test_string_contents_and_parts_give_one_prompt(tmp_path: Path) -> None:
     wanted = prompt([image, said], VICUNA_PARTS)
     assert prompt([image, said]) == prompt("<image>\nWhat?") == wanted
     assert prompt([image, {"type": "text", "text": "\nWhat?"}]) == wanted
-    assert prompt([image, image, said]) == prompt("<image>\n<image>\nWhat?") == prompt([image, image, said], VICUNA_PARTS)
+    assert (
+        prompt([image, image, said])
+        == prompt("<image>\n<image>\nWhat?")
+        == prompt([image, image, said], VICUNA_PARTS)
+    )
     assert prompt([said, image]) == prompt("What?<image>")

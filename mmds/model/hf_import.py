@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from mmds.config_types import ConnectorSection, ResolutionSection
+from mmds.config_types import ConnectorSection
 from mmds.errors import CheckpointError
 from mmds.model.connector import Connector
 from mmds.model.connector_weights import read_file
@@ -28,13 +28,13 @@ from mmds.model.decoder import load_tokenizer
 from mmds.model.encoder import EncoderSpec, encoder_from_spec
 from mmds.model.folder import Description, read_tensors, write_readme, write_weights
 from mmds.model.llava_names import TEXT, Rule, canonical, dropped, joint_rules, text_rule, tower_rules
+from mmds.model.llava_settings import encoder_spec, read_processor, resolution
 from mmds.model.llava_template import imported_template, source_template
-from mmds.model.llava_towers import FAMILIES, open_clip_config
+from mmds.model.llava_towers import FAMILIES
 
 KINDS = ("llava", "llava_next")
 """transformers' model_type of what can be imported: LLaVA-1.5 and LLaVA-NeXT."""
 
-_INTERPOLATION = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TIED = "tied: the embeddings are the head"
 
@@ -71,7 +71,9 @@ def import_llava(source: Path, target: Path, *, name: str | None = None) -> Impo
     the tensor that cannot be taken over, that is missing, or that has another shape.
     """
     if not is_llava(source):
-        raise CheckpointError(f"{source} is no LLaVA folder: its config.json has no model_type {' or '.join(KINDS)}")
+        raise CheckpointError(
+            f"{source} is no LLaVA folder: its config.json has no model_type {' or '.join(KINDS)}"
+        )
     if target.exists():
         raise CheckpointError(f"{target} exists; move it, or name another folder")
     try:
@@ -82,9 +84,9 @@ def import_llava(source: Path, target: Path, *, name: str | None = None) -> Impo
 
 def _import(source: Path, target: Path, name: str) -> Imported:
     config = AutoConfig.from_pretrained(source, local_files_only=True)
-    processor = _read_processor(source)
-    spec = _encoder_spec(config, processor)
-    resolution, fitting = _resolution(config, processor)
+    processor = read_processor(source)
+    spec = encoder_spec(config, processor)
+    mode, fitting = resolution(config, processor)
     connector = _connector(config, spec)
     text = config.text_config
     stored = _stored(source)
@@ -109,11 +111,11 @@ def _import(source: Path, target: Path, name: str) -> Imported:
         encoder=spec,
         connector=connector.section,
         decoder_width=text.hidden_size,
-        resolution=resolution,
+        resolution=mode,
         dtype=str(dtype).removeprefix("torch."),
     )
     description.write(building)
-    facts = {"encoder": spec.name, "connector": connector.section.name, "resolution": resolution.name}
+    facts = {"encoder": spec.name, "connector": connector.section.name, "resolution": mode.name}
     write_readme(building, {"imported from": name, **facts, "dtype": dtype})
     building.rename(target)
     return Imported(
@@ -157,7 +159,10 @@ def _read_all(source: Path) -> Iterator[_Stored]:
     for file in files:
         with safe_open(file, framework="pt") as opened:
             headers = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  no mapping
-            shapes = {name: (tuple(head.get_shape()), _DTYPES.get(head.get_dtype())) for name, head in headers.items()}
+            shapes = {
+                name: (tuple(head.get_shape()), _DTYPES.get(head.get_dtype()))
+                for name, head in headers.items()
+            }
         for name, read in read_tensors([file]):
             shape, dtype = shapes[name]
             yield _Stored(name=name, shape=shape, dtype=dtype or read().dtype, read=read)
@@ -216,7 +221,9 @@ def _moves(
         else:
             unknown.append(stored[other].name)
     if unknown:
-        raise CheckpointError(f"{len(unknown)} tensors have no place in a model folder: {', '.join(unknown[:6])}")
+        raise CheckpointError(
+            f"{len(unknown)} tensors have no place in a model folder: {', '.join(unknown[:6])}"
+        )
     return rules, left_out
 
 
@@ -233,7 +240,9 @@ def _common_dtype(stored: Mapping[str, _Stored]) -> torch.dtype:
 
 def _connector(config: Any, spec: EncoderSpec) -> Connector:
     if config.projector_hidden_act != "gelu":
-        raise CheckpointError(f"projector_hidden_act is {config.projector_hidden_act!r}; mlp2x computes 'gelu'")
+        raise CheckpointError(
+            f"projector_hidden_act is {config.projector_hidden_act!r}; mlp2x computes 'gelu'"
+        )
     if not config.multimodal_projector_bias:
         raise CheckpointError("multimodal_projector_bias is false; mlp2x has biases")
     with torch.device("meta"):
@@ -245,92 +254,3 @@ def _connector(config: Any, spec: EncoderSpec) -> Connector:
         )
 
 
-def _encoder_spec(config: Any, processor: Mapping[str, Any]) -> EncoderSpec:
-    vision = config.vision_config
-    tower, model_cfg = open_clip_config(vision)
-    strategy = "full" if vision.model_type == "siglip_vision_model" else "default"
-    if config.vision_feature_select_strategy != strategy:
-        raise CheckpointError(
-            f"vision_feature_select_strategy is {config.vision_feature_select_strategy!r}; a {vision.model_type} is taken with "
-            f"{strategy!r} (every patch, and no class token)"
-        )
-    size = processor.get("crop_size") if processor.get("do_center_crop") else processor.get("size")
-    side = _side(size)
-    if side != vision.image_size:
-        raise CheckpointError(
-            f"preprocessor_config.json makes images of {side} pixels, but vision_config.image_size is {vision.image_size}"
-        )
-    return EncoderSpec(
-        name=tower,
-        model_cfg=model_cfg,
-        layer=_feature_block(config.vision_feature_layer, vision.num_hidden_layers),
-        norm=False,
-        mean=tuple(processor["image_mean"]),
-        std=tuple(processor["image_std"]),
-        interpolation=_INTERPOLATION[processor["resample"]],
-        image_size=vision.image_size,
-        patch_size=vision.patch_size,
-        width=vision.hidden_size,
-    )
-
-
-def _resolution(config: Any, processor: Mapping[str, Any]) -> tuple[ResolutionSection, str]:
-    """Our resolution, and in words what becomes of pictures that are no squares."""
-    if config.model_type == "llava_next":
-        return _tiles(config, processor), "a square overview, then tiles"
-    if processor.get("do_pad"):
-        return ResolutionSection(name="fixed", fit="pad"), "padded to a square"
-    if processor.get("do_center_crop") and "shortest_edge" in processor["size"]:
-        words = "padded to a square, as LLaVA-1.5 was trained (the source's processor crops them to their middle square)"
-        return ResolutionSection(name="fixed", fit="pad"), words
-    return ResolutionSection(name="fixed"), "resized to a square"
-
-
-def _tiles(config: Any, processor: Mapping[str, Any]) -> ResolutionSection:
-    """LLaVA-NeXT's grids of tiles, in the order in which equal ones are preferred."""
-    pinpoints, side = config.image_grid_pinpoints, config.vision_config.image_size
-    if processor.get("image_grid_pinpoints", pinpoints) != pinpoints:
-        raise CheckpointError("image_grid_pinpoints of config.json and of the processor differ")
-    odd = [size for size in pinpoints if size[0] % side or size[1] % side]
-    if odd:
-        raise CheckpointError(f"image_grid_pinpoints: {odd} are no multiples of the tile of {side} pixels")
-    return ResolutionSection(name="anyres", grids=tuple(f"{h // side}x{w // side}" for h, w in pinpoints))
-
-
-def _feature_block(layer: Any, blocks: int) -> int:
-    """Our index from 0 of the block whose output transformers calls hidden state `layer`, of `blocks` + 1 hidden states."""
-    if not isinstance(layer, int):
-        raise CheckpointError(f"vision_feature_layer is {layer}: features of several layers are joined; not supported")
-    block = blocks + layer if layer < 0 else layer - 1
-    if not 0 <= block < blocks:
-        raise CheckpointError(f"vision_feature_layer is {layer}, which is no block of a tower of {blocks} blocks")
-    return block
-
-
-def _side(size: Any) -> int | None:
-    """Pixels a side of a processor's size, however it is written; None where it is not square."""
-    if isinstance(size, int):
-        return size
-    sides = {value for value in (size or {}).values() if value is not None}
-    return int(sides.pop()) if len(sides) == 1 else None
-
-
-def _read_processor(source: Path) -> dict[str, Any]:
-    """The image processor's settings. Raises CheckpointError when there are none or they are not plain resize and normalise."""
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        file = source / name
-        if file.is_file():
-            data = json.loads(file.read_text(encoding="utf-8"))
-            found = dict(data.get("image_processor", data))
-            if "image_mean" in found:
-                break
-    else:
-        raise CheckpointError("no image_mean in preprocessor_config.json or processor_config.json: pixels cannot be normalised")
-    for key, wanted in {"do_resize": True, "do_rescale": True, "do_normalize": True}.items():
-        if found.get(key, wanted) != wanted:
-            raise CheckpointError(f"{file.name}: {key} is {found[key]}; only images resized and normalised can be taken")
-    if abs(found.get("rescale_factor", 1 / 255) - 1 / 255) > 1e-9:
-        raise CheckpointError(f"{file.name}: rescale_factor is {found['rescale_factor']}, not 1/255")
-    if found.setdefault("resample", 3) not in _INTERPOLATION:
-        raise CheckpointError(f"{file.name}: resample {found['resample']} is none of {_INTERPOLATION}")
-    return found

@@ -99,7 +99,9 @@ def tower_rules(family: str, blocks: int) -> list[Rule]:
     outer, block = TOWERS[family]
     pairs = list(outer.items())
     for i in range(blocks):
-        pairs += [(ours.replace("{i}", str(i)), theirs.replace("{i}", str(i))) for ours, theirs in block.items()]
+        pairs += [
+            (ours.replace("{i}", str(i)), theirs.replace("{i}", str(i))) for ours, theirs in block.items()
+        ]
     return [rule for ours, theirs in pairs for rule in _expanded("encoder.visual." + ours, TOWER + theirs)]
 
 

@@ -75,9 +75,7 @@ def source_template(folder: Path, tokenizer: Any) -> str | None:
         return jinja.read_text(encoding="utf-8")
     for name in ("chat_template.json", "processor_config.json"):
         file = folder / name
-        if file.is_file() and "chat_template" in (
-            data := json.loads(file.read_text(encoding="utf-8"))
-        ):
+        if file.is_file() and "chat_template" in (data := json.loads(file.read_text(encoding="utf-8"))):
             return str(data["chat_template"])
     own = getattr(tokenizer, "chat_template", None)
     return own if isinstance(own, str) else None
@@ -93,8 +91,14 @@ def imported_template(tokenizer: Any, source: str | None, family: str) -> tuple[
     if candidate is not None and _ends_turns(tokenizer, candidate):
         return candidate, "the source's own"
     known = _KNOWN.get(family)
-    if known is not None and (candidate is None or _prompt(tokenizer, known) == _prompt(tokenizer, candidate)):
-        why = "there is no template" if candidate is None else "the source's own does not end the assistant's turns"
+    if known is not None and (
+        candidate is None or _prompt(tokenizer, known) == _prompt(tokenizer, candidate)
+    ):
+        why = (
+            "there is no template"
+            if candidate is None
+            else "the source's own does not end the assistant's turns"
+        )
         return known, f"LLaVA's form for {family} decoders, as {why}"
     problem = "has no chat template" if source is None else "has a chat template that ends no assistant turn"
     raise CheckpointError(

@@ -46,7 +46,9 @@ def open_clip_config(vision: Any) -> tuple[str, dict[str, Any]]:
             f"{', '.join(_ACTIVATIONS[kind])}"
         )
     if vision.num_channels != 3:
-        raise CheckpointError(f"vision_config.num_channels is {vision.num_channels}; only RGB towers can be taken")
+        raise CheckpointError(
+            f"vision_config.num_channels is {vision.num_channels}; only RGB towers can be taken"
+        )
     if kind == "clip_vision_model":
         return _native_config(vision, act)
     return _timm_config(vision, act)
@@ -131,7 +133,11 @@ def _clip_config(spec: EncoderSpec, visual: Any, blocks: list[Any]) -> tuple[str
     acts = {"quick_gelu": QuickGELU, "gelu": nn.GELU}
     act = next((name for name, kind in acts.items() if type(first.mlp.gelu) is kind), None)
     same = isinstance(visual.ln_pre, NativeNorm) and isinstance(first.ls_1, nn.Identity)
-    if act is None or not same or spec.model_cfg["vision_cfg"].get("pos_embed_type", "learnable") != "learnable":
+    if (
+        act is None
+        or not same
+        or spec.model_cfg["vision_cfg"].get("pos_embed_type", "learnable") != "learnable"
+    ):
         return f"the tower {spec.name} is a ViT that CLIP of transformers cannot compute (its norms, activation or positions)"
     return "clip", CLIPVisionConfig(
         hidden_size=spec.width,

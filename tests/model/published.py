@@ -184,9 +184,7 @@ class Asked:
 QUESTION = "what is in the picture?"
 
 
-def pictures(
-    count: int, *, width: int = SIDE, height: int | None = None, seed: int = 0
-) -> list[Image.Image]:
+def pictures(count: int, *, width: int = SIDE, height: int | None = None, seed: int = 0) -> list[Image.Image]:
     """Pictures of noise; squares, unless a height is given, of which no processor has anything to crop."""
     rng, shape = np.random.default_rng(seed), (height or width, width, 3)
     return [Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)) for _ in range(count)]

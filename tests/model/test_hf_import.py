@@ -96,7 +96,13 @@ def test_tiles_off_the_towers_size_are_refused(tmp_path: Path) -> None:
 
 def test_padding_and_plain_resizing_of_the_processor_are_kept(tmp_path: Path) -> None:
     square = {"height": SIDE, "width": SIDE}
-    common = {"size": square, "crop_size": square, "do_center_crop": False, "image_mean": MEAN, "image_std": STD}
+    common = {
+        "size": square,
+        "crop_size": square,
+        "do_center_crop": False,
+        "image_mean": MEAN,
+        "image_std": STD,
+    }
     padding = LlavaImageProcessor(**common, do_pad=True)
     for name, processor, fit in (("pad", padding, "pad"), ("plain", CLIPImageProcessor(**common), "resize")):
         model = write_llava(tmp_path / name, processor=processor)
@@ -104,7 +110,9 @@ def test_padding_and_plain_resizing_of_the_processor_are_kept(tmp_path: Path) ->
         assert read_description(tmp_path / f"{name}.model").resolution.fit == fit
         images = pictures(1, width=90, height=31)
         ours = ask_mmds(load_assistant(tmp_path / f"{name}.model"), images)
-        assert_same(ours, ask_transformers(tmp_path / name, images), image_token=model.config.image_token_index)
+        assert_same(
+            ours, ask_transformers(tmp_path / name, images), image_token=model.config.image_token_index
+        )
 
 
 def test_a_processor_that_crops_becomes_padding_and_the_report_says_so(llava: Path, tmp_path: Path) -> None:
@@ -203,7 +211,11 @@ def test_the_report_accounts_for_every_tensor_of_the_source(
     assert f"{len(stored)} tensors: " in printed
     assert "16 dropped: block above the feature layer 1" in printed
     assert "2 dropped: final norm of the tower" in printed
-    taken = {f"{part}.{n}" for part in ("encoder", "connector") for n in load_file(tmp_path / "model" / part / "model.safetensors")}
+    taken = {
+        f"{part}.{n}"
+        for part in ("encoder", "connector")
+        for n in load_file(tmp_path / "model" / part / "model.safetensors")
+    }
     assert all(any(line.endswith(f"-> {name}") for line in lines) for name in taken)
 
 
@@ -223,7 +235,10 @@ def test_rows_beyond_the_vocabulary_and_the_type_of_the_weights_are_kept(llava: 
     ("rename", "message"),
     [
         (lambda n: n + ".extra" if n.endswith("linear_1.bias") else n, r"missing: .*linear_1\.bias"),
-        (lambda n: None if n.endswith("k_proj.weight") and "layers.1" in n and "vision" in n else n, "k_proj"),
+        (
+            lambda n: None if n.endswith("k_proj.weight") and "layers.1" in n and "vision" in n else n,
+            "k_proj",
+        ),
         (lambda n: "surplus.gate" if n.endswith("post_layernorm.bias") else n, r"no place .*surplus\.gate"),
     ],
 )
@@ -347,7 +362,9 @@ def test_a_hub_name_that_cannot_be_fetched_says_what_to_do(
 ) -> None:
     monkeypatch.setenv("MMDS_CACHE", str(tmp_path))
     monkeypatch.setattr("mmds.model.published.snapshot_download", no_hub)
-    with pytest.raises(CheckpointError, match=r"llava-hf/llava-1\.5-7b-hf cannot be fetched.*name the folder"):
+    with pytest.raises(
+        CheckpointError, match=r"llava-hf/llava-1\.5-7b-hf cannot be fetched.*name the folder"
+    ):
         source_folder("llava-hf/llava-1.5-7b-hf")
 
 
