@@ -119,7 +119,7 @@ def _assemble(
         "positions": description.positions,
         "stage": description.stage,
     }
-    write_readme(building, {**facts, "dtype": dtype})
+    write_readme(building, {**facts, "dtype": dtype}, name=target)
     shutil.rmtree(target, ignore_errors=True)
     building.rename(target)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mmds.errors import MmdsError
 from mmds.model.hf_import import import_llava
+from mmds.model.published import local_folder
 
 
 def main() -> None:
@@ -15,10 +16,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Import a LLaVA-1.5 or LLaVA-NeXT model of transformers; no GPU needed."
     )
-    parser.add_argument("source", type=Path, help="folder with config.json, weights, tokenizer and processor")
+    parser.add_argument("source", help="llava-hf/ hub name, or folder with config, weights, tokenizer, processor")
     parser.add_argument("out", type=Path, help="model folder to write")
     args = parser.parse_args()
-    print("\n".join(import_llava(args.source, args.out).lines()))
+    print("\n".join(import_llava(local_folder(args.source), args.out, name=args.source).lines()))
     print(f"{args.source} -> {args.out}")
 
 

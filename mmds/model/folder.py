@@ -205,8 +205,8 @@ def load_part(module: nn.Module, folder: Path) -> None:
         raise CheckpointError(f"{folder} does not fit the model: {error}") from error
 
 
-def write_readme(folder: Path, text: dict[str, Any]) -> None:
-    """A README for whoever finds the folder later."""
+def write_readme(folder: Path, text: dict[str, Any], *, name: Path) -> None:
+    """A README for whoever finds the folder later. name: what the folder will be called once it is whole."""
     lines = [
         "# mmds model folder",
         "",
@@ -214,9 +214,9 @@ def write_readme(folder: Path, text: dict[str, Any]) -> None:
         "",
         "Ask it about a picture:",
         "",
-        f"    python scripts/chat.py {folder} --image picture.png 'What is shown?'",
+        f"    python scripts/chat.py {name} --image picture.png 'What is shown?'",
         "",
-        f'Train on from it: `"init_from": "{folder}"` in a stage\'s JSON.',
+        f'Train on from it: `"init_from": "{name}"` in a stage\'s JSON.',
         "",
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")

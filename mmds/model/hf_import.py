@@ -116,7 +116,7 @@ def _import(source: Path, target: Path, name: str) -> Imported:
     )
     description.write(building)
     facts = {"encoder": spec.name, "connector": connector.section.name, "resolution": mode.name}
-    write_readme(building, {"imported from": name, **facts, "dtype": dtype})
+    write_readme(building, {"imported from": name, **facts, "dtype": dtype}, name=target)
     building.rename(target)
     return Imported(
         moved=tuple((tuple(stored[other].name for other in rule.theirs), rule.ours) for rule in moves),

@@ -29,11 +29,13 @@ def source_folder(init_from: str) -> Path:
 
     Processes of one machine may call it at the same time: one converts, the others wait. Raises CheckpointError when it is none of these.
     """
-    if init_from.startswith(HUB) and not Path(init_from).exists():
-        return _cached(_download(init_from), init_from)
-    if is_llava(Path(init_from)):
-        return _cached(Path(init_from), init_from)
-    return find_model_folder(init_from)
+    local = local_folder(init_from)
+    return _cached(local, init_from) if is_llava(local) else find_model_folder(init_from)
+
+
+def local_folder(name: str) -> Path:
+    """A path as it is; for a hub name of published LLaVA models the downloaded folder. Raises CheckpointError when it cannot be fetched."""
+    return _download(name) if name.startswith(HUB) and not Path(name).exists() else Path(name)
 
 
 def cache_folder() -> Path:

@@ -192,6 +192,57 @@ def test_every_layout_and_file_type_gives_the_same_tensors(
     assert all(torch.equal(plain[name], other[name]) for name in plain)
 
 
+def as_published(source: Path, target: Path) -> Path:
+    """The source as `llava-hf/llava-1.5-7b-hf` lies on the hub: its keys of config.json, its files, its names of tensors."""
+    relabelled(source, target, published_layout)
+    ours = json.loads((target / "config.json").read_text())
+    text, tower = ours["text_config"], ours["vision_config"]
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "model_type")
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "ignore_index": -100,
+        "image_token_index": ours["image_token_index"],
+        "model_type": "llava",
+        "pad_token_id": 1,
+        "projector_hidden_act": "gelu",
+        "text_config": {
+            **{key: text[key] for key in (*kept, "vocab_size", "num_key_value_heads")},
+            "_name_or_path": "lmsys/vicuna-7b-v1.5",
+            "architectures": ["LlamaForCausalLM"],
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "torch_dtype": "float32",
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformers_version": "4.36.0.dev0",
+        "vision_config": {
+            **{key: tower[key] for key in (*kept, "image_size", "patch_size", "projection_dim")},
+            "vocab_size": 32000,
+        },
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "vocab_size": text["vocab_size"],
+    }
+    (target / "config.json").write_text(json.dumps(config))
+    template = target / "chat_template.jinja"
+    (target / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
+    template.unlink()
+    processor = json.loads((target / "processor_config.json").read_text())
+    images = {**processor.pop("image_processor"), "processor_class": "LlavaProcessor"}
+    (target / "preprocessor_config.json").write_text(json.dumps(images))
+    (target / "processor_config.json").write_text(json.dumps(processor))
+    return target
+
+
+def test_a_folder_as_published_is_taken_and_gives_the_same_answers(llava: Path, tmp_path: Path) -> None:
+    published_folder = as_published(llava, tmp_path / "hub")
+    import_llava(published_folder, tmp_path / "model")
+    ours = ask_mmds(load_assistant(tmp_path / "model"), pictures(1))
+    theirs = ask_transformers(published_folder, pictures(1))
+    assert_same(ours, theirs, image_token=tokenizer_of("llama").convert_tokens_to_ids("<image>"))
+
+
 def test_names_of_the_modules_are_the_canonical_ones_of_the_files(llava: Path) -> None:
     stored = set(load_file(llava / "model.safetensors"))
     model = published.LlavaForConditionalGeneration.from_pretrained(llava)
