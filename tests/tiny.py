@@ -17,7 +17,7 @@ from mmds.config_types import ConnectorSection, EncoderSection
 from mmds.data.rows import IMAGE_MARKER, LoadedSample, Row, build_row
 from mmds.geometry import Geometry
 from mmds.model.connector import Connector
-from mmds.model.encoder import build_encoder
+from mmds.model.encoder import EncoderSpec, build_encoder
 from mmds.model.encoder_sources import build_tower
 from mmds.model.folder import Description
 
@@ -87,6 +87,23 @@ VISION = {
     "vision_cfg": {"image_size": 28, "layers": 3, "width": 32, "head_width": 16, "patch_size": 14},
 }
 PREPROCESS = {"mean": [0.4, 0.45, 0.5], "std": [0.3, 0.25, 0.2], "interpolation": "bicubic"}
+
+
+def spec(*, image_size: int = 28, patch_size: int = 14) -> EncoderSpec:
+    """The spec of a tower that is never built, for geometry alone."""
+    mean, std = (0.4, 0.45, 0.5), (0.3, 0.25, 0.2)
+    return EncoderSpec(
+        name="none",
+        model_cfg={},
+        layer=0,
+        norm=False,
+        mean=mean,
+        std=std,
+        interpolation="bicubic",
+        image_size=image_size,
+        patch_size=patch_size,
+        width=32,
+    )
 
 
 def write_encoder(

@@ -63,6 +63,7 @@ def test_two_ranks_train_as_one_process(work: Path, mode: Mode) -> None:
         assert ours["grads"].keys() == grads.keys()
         assert compare(ours["grads"], grads) == []
         assert all(bool(grad.any()) for grad in grads.values()), "every parameter of every part acts"
+    assert found["outside"] == [], "under ZeRO-3 a part called by itself would meet no other rank"
 
 
 @by_name

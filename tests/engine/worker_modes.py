@@ -12,6 +12,7 @@ import torch
 
 from mmds.config import load_config
 from mmds.data.rows import build_row
+from mmds.engine import Engine
 from mmds.engine.assemble import assemble
 from mmds.engine.launch import start_ranks, stop_ranks
 from mmds.model.build import build_light, find_source, geometry_of
@@ -30,7 +31,7 @@ def main(work: Path) -> None:
         encoder, connector = build_light(source, seed=config.seed)
         geometry = geometry_of(source, encoder, connector, max_pixels=config.max_pixels)
         engine = assemble(config, source, encoder, connector, ranks, total_steps=10)
-        result = {"steps": [], "geometry": geometry}
+        result = {"steps": [], "geometry": geometry, "outside": calls_outside(engine)}
         for step in range(STEPS):
             samples = list(samples_of(step, geometry))
             rows = [build_row([samples[2 * micro + ranks.rank]], geometry) for micro in range(2)]
@@ -39,6 +40,17 @@ def main(work: Path) -> None:
         if ranks.first:
             torch.save(result, work / f"{mode.name}.pt")
     stop_ranks()
+
+
+def calls_outside(engine: Engine) -> list[str]:
+    """Names of parts as they are called from now on while DeepSpeed's own forward pass is not running."""
+    outside: list[str] = []
+    running: list[bool] = []
+    engine.ds.register_forward_pre_hook(lambda *_: running.append(True))
+    engine.ds.register_forward_hook(lambda *_: running.clear())
+    for name, part in engine.model.named_children():
+        part.register_forward_pre_hook(lambda *_, name=name: None if running else outside.append(name))
+    return outside
 
 
 if __name__ == "__main__":
