@@ -16,7 +16,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Import a LLaVA-1.5 or LLaVA-NeXT model of transformers; no GPU needed."
     )
-    parser.add_argument("source", help="llava-hf/ hub name, or folder with config, weights, tokenizer, processor")
+    parser.add_argument(
+        "source", help="llava-hf/ hub name, or folder with config, weights, tokenizer, processor"
+    )
     parser.add_argument("out", type=Path, help="model folder to write")
     args = parser.parse_args()
     print("\n".join(import_llava(local_folder(args.source), args.out, name=args.source).lines()))

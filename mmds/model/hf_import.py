@@ -252,5 +252,3 @@ def _connector(config: Any, spec: EncoderSpec) -> Connector:
             decoder_width=config.text_config.hidden_size,
             separator=config.model_type == "llava_next",
         )
-
-

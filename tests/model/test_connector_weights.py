@@ -110,7 +110,10 @@ def test_a_run_begins_with_the_projector_of_a_file_or_a_model_folder(tmp_path: P
         (lambda t: t.pop("model.mm_projector.2.bias"), r"Missing key.*net\.down\.bias"),
         (lambda t: t.update({"model.vision_tower.x": torch.zeros(1)}), r"no place .*model\.vision_tower\.x"),
         (lambda t: t.update({"model.mm_projector.4.weight": torch.zeros(1)}), r"mm_projector\.4\.weight"),
-        (lambda t: t.update({"model.mm_projector.0.bias": torch.zeros(7)}), r"size mismatch for net\.up\.bias"),
+        (
+            lambda t: t.update({"model.mm_projector.0.bias": torch.zeros(7)}),
+            r"size mismatch for net\.up\.bias",
+        ),
         (lambda t: t.update({"model.mm_projector.0.bias": "no tensor"}), "not a dict of names and tensors"),
     ],
 )

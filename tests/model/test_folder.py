@@ -249,4 +249,4 @@ def test_the_readme_says_what_was_asked_of_it_and_how_to_go_on(tmp_path: Path) -
     write_readme(tmp_path, {"stage": "align"}, name=tmp_path.with_name("final"))
     text = (tmp_path / "README.md").read_text()
     assert "- stage: align" in text
-    assert f'"init_from": "{tmp_path}"' in text
+    assert f'"init_from": "{tmp_path.with_name("final")}"' in text
