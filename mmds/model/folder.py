@@ -4,6 +4,7 @@ mmds.json                       what the parts are and how they join
 encoder/model.safetensors       the pruned tower, keys `visual.*`
 connector/model.safetensors
 decoder/                        a Hugging Face folder: config, weights, tokenizer, chat template
+decoder/adapter/                LoRA adapters that were kept apart, in peft's format (see `mmds.model.lora`)
 README.md
 """
 
@@ -186,8 +187,8 @@ def load_part(module: nn.Module, folder: Path) -> None:
         raise CheckpointError(f"{folder} does not fit the model: {error}") from error
 
 
-def write_readme(folder: Path, text: dict[str, Any]) -> None:
-    """A README for whoever finds the folder later."""
+def write_readme(folder: Path, name: Path, text: dict[str, Any]) -> None:
+    """A README for whoever finds the folder later. name: the path that the folder will have."""
     lines = [
         "# mmds model folder",
         "",
@@ -195,9 +196,9 @@ def write_readme(folder: Path, text: dict[str, Any]) -> None:
         "",
         "Ask it about a picture:",
         "",
-        f"    python scripts/chat.py {folder} --image picture.png 'What is shown?'",
+        f"    python scripts/chat.py {name} --image picture.png 'What is shown?'",
         "",
-        f'Train on from it: `"init_from": "{folder}"` in a stage\'s JSON.',
+        f'Train on from it: `"init_from": "{name}"` in a stage\'s JSON.',
         "",
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
