@@ -167,7 +167,7 @@ def test_a_run_goes_on_with_kept_adapters_of_its_shape(tuned: Tuned) -> None:
 
 @pytest.mark.parametrize(
     ("name", "lora", "stage"),
-    [("lora-wider", {"rank": 8}, "finetune"), ("lora-full", None, "instruct"), ("lora-align", None, "align")],
+    [("lora-wider", {"rank": 8}, "finetune"), ("lora-full", None, "instruct")],
 )
 def test_a_run_of_another_shape_starts_from_the_merged_decoder(
     tuned: Tuned, name: str, lora: Any, stage: str

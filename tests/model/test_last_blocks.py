@@ -5,10 +5,11 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 import pytest
+import torch
 
 from mmds.config_types import EncoderSection
 from mmds.errors import ConfigError
-from mmds.model.encoder import Encoder, build_encoder
+from mmds.model.encoder import Encoder, build_encoder, tower_blocks
 from mmds.model.last_blocks import last_blocks
 from tests import tiny
 
@@ -51,3 +52,23 @@ def test_more_blocks_than_the_tower_has_are_refused_with_their_number(encoder: E
         last_blocks(encoder, 40)
     assert str(error.value).endswith(f"--set mmds.stage.encoder_blocks={held}")
     assert len(last_blocks(encoder, held)) == held
+
+
+def test_below_the_last_block_that_trains_nothing_has_a_graph(encoder: Encoder) -> None:
+    (pattern,) = last_blocks(encoder, 1)
+    for name, parameter in encoder.named_parameters():
+        parameter.requires_grad_(fnmatchcase(f"encoder.{name}", pattern))
+    graphs: list[bool] = []
+    hooks = [
+        block.register_forward_hook(lambda _, __, out: graphs.append(out.requires_grad))
+        for block in tower_blocks(encoder.visual)
+    ]
+    size = encoder.spec.image_size
+    features = encoder.train()(torch.zeros(1, 3, size, size, dtype=torch.uint8))
+    features.sum().backward()
+    for hook in hooks:
+        hook.remove()
+    assert graphs == [False] * (len(hooks) - 1) + [True]
+    trained = {name for name, parameter in encoder.named_parameters() if parameter.grad is not None}
+    assert trained and all(fnmatchcase(f"encoder.{name}", pattern) for name in trained)
+    encoder.requires_grad_(True).zero_grad()
