@@ -54,6 +54,9 @@ FOREIGN: Mapping[str, str] = {
     "mm_vision_select_layer": "mmds.model.encoder.layer",
     "image_aspect_ratio": "mmds.model.resolution",
     "pretrain_mm_mlp_adapter": "mmds.init_from (a model folder)",
+    **dict.fromkeys(
+        ("adapter_name_or_path", "lora_weight_path"), "mmds.init_from (a model folder with decoder/adapter)"
+    ),
     **dict.fromkeys(("per_device_train_batch_size", "per_gpu_train_batch_size"), _BATCH),
     **dict.fromkeys(("micro_batch_size", "global_batch_size"), _BATCH),
     "num_train_epochs": "mmds.schedule.epochs",
@@ -123,6 +126,17 @@ UNSUPPORTED: Mapping[str, str] = dict.fromkeys(
         "qlora",
     ),
     _QUANTISED,
+) | dict.fromkeys(
+    (
+        "use_dora",
+        "use_rslora",
+        "pissa_init",
+        "lora_bias",
+        "loraplus_lr_ratio",
+        "modules_to_save",
+        "additional_target",
+    ),
+    "adapters are plain LoRA (mmds.stage.lora), and rates go by pattern (mmds.stage.rates): take the key out",
 )
 
 LATER_NAMES = {

@@ -26,7 +26,14 @@ from mmds.model.decoder import weight_files
 from mmds.model.encoder import Encoder, unused_parameters
 from mmds.model.folder import read_tensors
 from mmds.model.last_blocks import last_blocks
-from mmds.model.lora import Placed, adapter_value, base_name, place_adapters, stored_adapters
+from mmds.model.lora import (
+    Placed,
+    adapter_value,
+    base_name,
+    has_fused_experts,
+    place_adapters,
+    stored_adapters,
+)
 from mmds.model.mllm import FrozenEncoder, Mllm
 from mmds.model.recompute import Checkpoint, non_reentrant
 from mmds.stages import assign_rates, with_last_blocks
@@ -61,8 +68,14 @@ def assemble(
     with ranks.together("adding adapters to the decoder"):
         stored = stored_adapters(source.decoder_name)
         placed = place_adapters(decoder.llm, config.stage.lora, stored, seed=config.seed + 2, whole=whole)
-    if placed.said and ranks.first:
-        log.info("%s", placed.said)
+    said = [placed.said] if placed.said else []
+    if config.stage.lora is not None and has_fused_experts(decoder.llm):
+        said.append(
+            "the decoder's experts are fused and have no adapters; its linear modules, such as the attention's, have"
+        )
+    if ranks.first:
+        for line in said:
+            log.info("%s", line)
     for part in (encoder, connector):
         part.to(dtype)  # DeepSpeed casts nothing once the decoder has arrived in partitions
     table = with_last_blocks(config.rates, last_blocks(encoder, config.stage.encoder_blocks))
