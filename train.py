@@ -26,6 +26,7 @@ from mmds.engine import Engine
 from mmds.engine.assemble import assemble
 from mmds.engine.ending import describe
 from mmds.engine.launch import launched_rank, launched_world, start_ranks, stop_ranks
+from mmds.engine.machine import check_card
 from mmds.model.build import build_light, find_source, geometry_of
 from mmds.model.decoder import fetch, load_tokenizer
 from mmds.model.encoder import describe_pruned
@@ -77,6 +78,7 @@ def main(args: argparse.Namespace) -> None:
         ranks = start_ranks()
         at_end.callback(stop_ranks)
         with ranks.together("opening the run folder"):
+            check_card(ranks.device, bf16=config.bf16)
             run = RunFolder(Path(config.output_dir), ranks)
             at_end.callback(run.close)
             export.check_target(run.path / "model")

@@ -22,6 +22,7 @@ from torch import Tensor
 from mmds.engine import Engine, Ranks
 from mmds.engine.zero import whole_tensors
 from mmds.errors import CheckpointError
+from mmds.model.lora import adapters_of
 from mmds.planner import PlanState, RunPlan
 
 MANIFEST = "manifest.json"
@@ -185,8 +186,10 @@ def frozen_checksums(engine: Engine) -> dict[str, str]:
 
 
 def trainable_fingerprint(engine: Engine) -> str:
-    """Hash of the names, table rates and decays of what trains."""
-    return hashlib.sha256(json.dumps(engine.trained).encode()).hexdigest()
+    """Hash of the names, table rates and decays of what trains, and of the adapters' rank and scale where there are any."""
+    adapters = adapters_of(engine.model.decoder)
+    trained: list[Any] = engine.trained if adapters is None else [*engine.trained, adapters]
+    return hashlib.sha256(json.dumps(trained).encode()).hexdigest()
 
 
 def resume(engine: Engine, folder: Path, state: RunState, how: str, plan: RunPlan) -> Path | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from mmds.config_keys import Key, find, named, pattern, walk, whole_tree
 from mmds.config_load import Document, load_document
-from mmds.config_names import FOREIGN, LATER_NAMES, NEEDLESS
+from mmds.config_names import FOREIGN, LATER_NAMES, NEEDLESS, UNSUPPORTED
 from mmds.config_text import default_text, show, type_text
 from mmds.ds_keys import TOP_LEVEL
 from mmds.errors import ConfigError
@@ -142,6 +142,8 @@ def _foreign(path: KeyPath, document: Document | None) -> str:
     name = str(path[-1]) if path else ""
     if name in LATER_NAMES:
         return f"{name}\n  refused   not yet supported"
+    if name in UNSUPPORTED:
+        return f"{name}\n  refused   {UNSUPPORTED[name]}"
     if name in NEEDLESS:
         return f"{name}\n  no key    none is needed: {NEEDLESS[name]}"
     if name not in FOREIGN:

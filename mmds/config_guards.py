@@ -15,8 +15,10 @@ from mmds.config_types import (
     ModelSection,
     RecomputeSection,
     ScheduleSection,
+    StageSection,
 )
 from mmds.jsonc import KeyPath
+from mmds.stages import STAGES
 
 
 def check_together(section: MmdsSection, blame: Blame) -> None:
@@ -24,6 +26,7 @@ def check_together(section: MmdsSection, blame: Blame) -> None:
     _check_schedule(section.schedule, blame)
     _check_mix(section.data.mix, blame)
     _check_weights(section, blame)
+    _check_stage(section.stage, section.init_from, blame)
     if section.model is not None:
         _check_encoder(section.model.encoder, blame)
         _check_images(section.model, blame)
@@ -60,6 +63,25 @@ def _check_schedule(schedule: ScheduleSection, blame: Blame) -> None:
     if schedule.steps is not None and (schedule.warmup_steps or 0) > schedule.steps:
         path: KeyPath = ("mmds", "schedule", "warmup_steps")
         raise blame(path, f"{schedule.warmup_steps} is more than the {schedule.steps} steps of the run")
+
+
+def _check_stage(stage: StageSection, init_from: str | None, blame: Blame) -> None:
+    """What a row asks of the run's start and of its decoder."""
+    row = STAGES[stage.name]
+    if row.needs_trained and init_from is None:
+        raise blame(
+            ("mmds", "init_from"),
+            f'missing: stage "{stage.name}" starts from a model that already follows instructions, and without init_from the '
+            'connector would be fresh, which no rate of this stage makes up for: train it with stage "align" and "instruct" '
+            "first, or take a published model, and name it:\n    --set mmds.init_from=RUN_OR_MODEL",
+        )
+    if stage.lora is not None and row.lora_rate is None:
+        able = ", ".join(f'"{name}"' for name, other in STAGES.items() if other.lora_rate is not None)
+        raise blame(
+            ("mmds", "stage", "lora"),
+            f'stage "{stage.name}" does not train the decoder, so adapters have no use: take a stage that does ({able}), or\n'
+            "    --set mmds.stage.lora=null",
+        )
 
 
 def _exactly_one(first: tuple[str, Any], second: tuple[str, Any], blame: Blame) -> None:

@@ -23,7 +23,6 @@ from mmds.jsonc import KeyPath, dotted
 
 # Documented keys of "mmds" that this version does not have, with what they will say.
 NOT_YET: Mapping[str, str] = {
-    "mmds.stage.lora": "train small matrices beside the weights instead of the weights",
     "mmds.eval": "evaluations on the way",
 }
 LATER = "not yet supported: take the key out"

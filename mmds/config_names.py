@@ -15,6 +15,7 @@ _PATH = "mmds.data.mix[].path"
 _RATES = 'mmds.stage.rates, as in "stage": {"name": "instruct", "rates": {"decoder.*": 1e-5}}'
 _FROZEN = 'mmds.stage.rates with null, as in "stage": {"name": "pretrain", "rates": {"encoder.*": null}}'
 _ALIGN = 'mmds.stage "align" (only the connector trains)'
+_LORA = 'mmds.stage.lora, as in "stage": {"name": "finetune", "lora": {"rank": 16}}'
 _BATCH = "train_batch_size (rows a step over all ranks; a micro-batch is one row of mmds.data.row_tokens)"
 
 # Names from LLaVA, LLaMA-Factory, ms-swift and the Hugging Face Trainer -> ours.
@@ -38,13 +39,24 @@ FOREIGN: Mapping[str, str] = {
         ("learning_rate", "lr", "mm_projector_lr", "mm_vision_tower_lr", "aligner_lr", "vit_lr"), _RATES
     ),
     **dict.fromkeys(("mm_tunable_parts", "freeze_parameters", "trainable_parameters"), _RATES),
-    "unfreeze_mm_vision_tower": 'mmds.stage "pretrain" (all parts train)',
+    "unfreeze_mm_vision_tower": 'mmds.stage "pretrain" (all parts train), or mmds.stage.encoder_blocks (the last ones)',
+    **dict.fromkeys(("lora_enable", "use_lora", "lora_config", "peft_config"), _LORA),
+    **dict.fromkeys(
+        ("finetuning_type", "train_type", "tuner_type"), f"{_LORA} (LoRA), or a stage without it (full)"
+    ),
+    **dict.fromkeys(("lora_r", "lora_rank", "r"), "mmds.stage.lora.rank"),
+    "lora_alpha": "mmds.stage.lora.alpha",
+    "lora_dropout": "mmds.stage.lora.dropout",
+    **dict.fromkeys(("lora_target", "lora_target_modules", "target_modules"), "mmds.stage.lora.targets"),
     **dict.fromkeys(("model_name_or_path", "model_id_or_path", "model_path"), "mmds.model.decoder"),
     "vision_tower": "mmds.model.encoder",
     "mm_projector_type": "mmds.model.connector",
     "mm_vision_select_layer": "mmds.model.encoder.layer",
     "image_aspect_ratio": "mmds.model.resolution",
     "pretrain_mm_mlp_adapter": "mmds.model.connector_weights (its mm_projector.bin)",
+    **dict.fromkeys(
+        ("adapter_name_or_path", "lora_weight_path"), "mmds.init_from (a model folder with decoder/adapter)"
+    ),
     **dict.fromkeys(("per_device_train_batch_size", "per_gpu_train_batch_size"), _BATCH),
     **dict.fromkeys(("micro_batch_size", "global_batch_size"), _BATCH),
     "num_train_epochs": "mmds.schedule.epochs",
@@ -87,16 +99,47 @@ NEEDLESS: Mapping[str, str] = {
     "deepspeed": "DeepSpeed's keys stand at the top level of this file",
 }
 
+# Names from elsewhere of what mmds does not do.
+_QUANTISED = (
+    "quantised decoders (QLoRA) are not supported, for ZeRO partitions and merges real weights: take the key out; LoRA in bf16 "
+    "(mmds.stage.lora) trains a 7B decoder on a card of 24 GB, see ds_configs/finetune_lora_24gb.json"
+)
+UNSUPPORTED: Mapping[str, str] = dict.fromkeys(
+    (
+        "load_in_4bit",
+        "load_in_8bit",
+        "quantization_bit",
+        "quantization_method",
+        "quantization_type",
+        "quantization_config",
+        "quant_method",
+        "quant_bits",
+        "double_quantization",
+        "double_quant",
+        "quant_type",
+        "bits",
+        "bnb_4bit_compute_dtype",
+        "bnb_4bit_quant_type",
+        "bnb_4bit_use_double_quant",
+        "bnb_4bit_quant_storage",
+        "bnb_config",
+        "qlora",
+    ),
+    _QUANTISED,
+) | dict.fromkeys(
+    (
+        "use_dora",
+        "use_rslora",
+        "pissa_init",
+        "lora_bias",
+        "loraplus_lr_ratio",
+        "modules_to_save",
+        "additional_target",
+    ),
+    "adapters are plain LoRA (mmds.stage.lora), and rates go by pattern (mmds.stage.rates): take the key out",
+)
+
 LATER_NAMES = {
-    "lora_enable",
-    "lora_r",
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target",
-    "target_modules",
-    "finetuning_type",
-    "train_type",
     "eval_steps",
     "eval_strategy",
     "evaluation_strategy",
@@ -118,6 +161,8 @@ def unknown_key(path: KeyPath, known: Collection[str]) -> str:
         return LATER
     if name in ("extends", "$schema"):
         return f'unknown key in this place: "{name}" stands at the top level of a file'
+    if name in UNSUPPORTED:
+        return f"refused: {UNSUPPORTED[name]}"
     if name in FOREIGN:
         return f"unknown key: here it is {FOREIGN[name]}"
     if name in NEEDLESS:

@@ -39,11 +39,45 @@ def about(
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraSection:
+    """Small matrices beside the decoder's weights, which train in the place of the weights (LoRA, Hu et al. 2021)."""
+
+    rank: int = field(default=16, metadata=about("inner size of the two matrices of an adapter", least=1))
+    alpha: float | None = field(
+        default=None,
+        metadata=about("an adapter's output is scaled by alpha / rank; null = 2 x rank", above=0),
+    )
+    dropout: float = field(
+        default=0.0,
+        metadata=about(
+            "share of an adapter's inputs set to 0 in training", least=0, most=0.9, hint="5 % is 0.05"
+        ),
+    )
+    targets: tuple[str, ...] | None = field(
+        default=None,
+        metadata=about(
+            "endings of the names of the linear modules that get adapters; null = all in the decoder's blocks"
+        ),
+    )
+    keep: bool = field(
+        default=False,
+        metadata=about(
+            "true: the model folder has the weights as they were and the adapters beside them; false: both merged"
+        ),
+    )
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's output is multiplied by."""
+        return (2.0 * self.rank if self.alpha is None else self.alpha) / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageSection:
     """Which row of the stage table, and this run's departures from it."""
 
-    name: Literal["align", "pretrain", "instruct"] = field(
-        metadata=about("row of the stage table: what trains, and how fast", later=("finetune",))
+    name: Literal["align", "pretrain", "instruct", "finetune"] = field(
+        metadata=about("row of the stage table: what trains, and how fast")
     )
     rates: dict[str, float | None] = field(
         default_factory=dict,
@@ -61,6 +95,16 @@ class StageSection:
     max_decoder_rate: float | None = field(
         default=None,
         metadata=about("highest rate that a decoder pattern may have; null = the row's", least=0, most=1),
+    )
+    lora: LoraSection | None = field(
+        default=None,
+        metadata=about("adapters train in the place of the decoder's weights; {} = with the defaults"),
+    )
+    encoder_blocks: int | None = field(
+        default=None,
+        metadata=about(
+            "only so many blocks of the encoder train, the last ones; null = as the row says", least=1
+        ),
     )
 
 
@@ -310,7 +354,9 @@ class MmdsSection:
     )
     init_from: str | None = field(
         default=None,
-        metadata=about("model folder, run folder, or LLaVA (llava-hf/ name or folder) to start from", path=True),
+        metadata=about(
+            "model folder, run folder, or LLaVA (llava-hf/ name or folder) to start from", path=True
+        ),
     )
     output_dir: str = field(metadata=about("run folder", path=True))
     seed: int = field(

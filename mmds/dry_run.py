@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mmds.config import Config, rows_per_step
+from mmds.config_types import LoraSection
 from mmds.data.chat_tokenizer import ChatTokenizer
 from mmds.data.mixture import Mixture, ensure_mixture, open_mixture, plan_run, text_only_share
 from mmds.data.row_maker import load_sample
@@ -23,9 +24,11 @@ from mmds.model.connector import Connector
 from mmds.model.decoder import load_config, load_tokenizer
 from mmds.model.encoder import Encoder, describe_pruned
 from mmds.model.folder import Description
+from mmds.model.last_blocks import last_blocks
+from mmds.model.lora import adapters_of, add_adapters, has_fused_experts, is_adapter
 from mmds.model.qualify import qualify
 from mmds.planner import RunPlan
-from mmds.stages import PARTS, assign_rates, check_text_share
+from mmds.stages import PARTS, assign_rates, check_text_share, with_last_blocks
 
 WEIGHTINGS = {"token": "its supervised tokens", "sample": "1", "sqrt": "the root of its supervised tokens"}
 
@@ -48,11 +51,14 @@ def dry_run(config: Config, source: Source, world: int) -> None:
     qualify(decoder_config, source.positions)
     with torch.device("meta"):
         llm = AutoModelForCausalLM.from_config(decoder_config)
+        if config.stage.lora is not None:
+            add_adapters(llm, config.stage.lora, seed=0)
     encoder, connector = describe_light(source)
     sizes = {f"encoder.{n}": p.numel() for n, p in encoder.named_parameters()}
     sizes |= {f"connector.{n}": p.numel() for n, p in connector.named_parameters()}
     sizes |= {f"decoder.llm.{n}": p.numel() for n, p in llm.named_parameters()}
-    rates = assign_rates(sizes, config.rates)
+    table = with_last_blocks(config.rates, last_blocks(encoder, config.stage.encoder_blocks))
+    rates = assign_rates(sizes, table)
     print(f"\n{rate_table(sizes, rates)}\n\n{total_table(sizes, rates, encoder.pruned)}")
     print(f"pruned from the encoder: {describe_pruned(encoder.pruned)}")
     print(f"{export_line(config, source, encoder, connector, decoder_config)}\n")
@@ -66,6 +72,8 @@ def dry_run(config: Config, source: Source, world: int) -> None:
     print(_step_table(config, plan, mixture, geometry, world, accumulation))
     encoder_trains = any(rate is not None for name, rate in rates.items() if name.startswith("encoder."))
     print(_engine_table(config, encoder_trains))
+    if config.stage.lora is not None:
+        print(_adapter_table(config.stage.lora, llm))
     print(f"\n{rank_table(config, world, samples_a_row=_samples_a_row(plan))}\n")
     first = [load_sample(mixture, int(i), geometry) for i in plan.rows_for(0, 0, 0, world=world)]
     print(marked_row(build_row(first, geometry), tokenizer))
@@ -212,6 +220,24 @@ def _engine_table(config: Config, encoder_trains: bool) -> str:
             "ZeRO": f"ZeRO-{config.zero_stage}"
             + ("" if offload == "none" else f", optimizer states in the memory of the {offload.upper()}"),
             "recompute": _recomputed(config, encoder_trains),
+        }
+    )
+
+
+def _adapter_table(lora: LoraSection, llm: PreTrainedModel) -> str:
+    """What the adapters are, where they stand, and what becomes of them. llm: with its adapters."""
+    adapters = adapters_of(llm)
+    assert adapters is not None
+    modules = adapters["modules"]
+    endings = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+    size = sum(p.numel() for name, p in llm.named_parameters() if is_adapter(name))
+    without = "; the experts are fused and have none" if has_fused_experts(llm) else ""
+    end = "kept beside the decoder, in decoder/adapter" if lora.keep else "merged into the decoder"
+    return _facts(
+        {
+            "adapters": f"rank {lora.rank}, scale {lora.scale:g}, dropout {lora.dropout:g}: {size:,} parameters",
+            "adapters beside": f"{len(modules)} linear modules: {endings}{without}",
+            "adapters at the end": end,
         }
     )
 

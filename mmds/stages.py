@@ -4,23 +4,50 @@ The rate of a parameter is that of the first pattern (fnmatch, case-sensitive) t
 is frozen. Names start with "encoder.", "connector." or "decoder.". A run may put patterns of its own before
 the row's (`mmds.stage.rates`). Other words for the stages: align = LLaVA "pretrain" or stage 1; pretrain =
 stage 1.5; instruct = LLaVA "finetune" or stage 2.
+
+Two keys stand for patterns: `mmds.stage.lora` freezes the decoder's weights and trains the adapters beside them, and
+`mmds.stage.encoder_blocks` trains the last blocks of the encoder alone.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mmds.config_types import StageSection
 from mmds.errors import ConfigError
+from mmds.rate_patterns import (
+    ADAPTERS,
+    DECODER,
+    ENCODER,
+    PARTS,
+    Rates,
+    check_acting,
+    check_beside_adapters,
+    check_beside_blocks,
+    check_ceiling,
+    check_pattern,
+    set_rates,
+)
 
-Rates = tuple[tuple[str, float | None], ...]
+__all__ = [
+    "PARTS",
+    "STAGES",
+    "Rates",
+    "StageRow",
+    "assign_rates",
+    "check_text_share",
+    "least_text_share",
+    "stage_rates",
+    "with_last_blocks",
+]
 
-PARTS = ("encoder", "connector", "decoder")
+log = logging.getLogger("mmds")
+
+LAST_BLOCKS_RATE = 2e-6
+"""Of the last encoder blocks, in a stage whose row has the encoder frozen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +59,11 @@ class StageRow:
     max_pixels: int  # height x width, most that the encoder receives for one image
     min_text_only: float  # least share of samples without an image, 0..1
     max_decoder_rate: float  # a higher rate on decoder parameters is refused
+    lora_rate: float | None = 2e-4  # of adapters; None: the decoder does not train, and has none
+    max_lora_rate: float = 2e-3  # with adapters, in the place of max_decoder_rate
+    needs_trained: bool = (
+        False  # whether a run must start from a trained model; then a mix without text is a warning
+    )
 
 
 STAGES: Mapping[str, StageRow] = {
@@ -41,6 +73,7 @@ STAGES: Mapping[str, StageRow] = {
         max_pixels=672 * 672,
         min_text_only=0.0,
         max_decoder_rate=2e-4,
+        lora_rate=None,
     ),
     "pretrain": StageRow(
         name="pretrain",
@@ -56,6 +89,14 @@ STAGES: Mapping[str, StageRow] = {
         min_text_only=0.05,
         max_decoder_rate=2e-4,
     ),
+    "finetune": StageRow(
+        name="finetune",
+        rates=(("encoder.*", None), ("connector.*", 2e-5), ("decoder.*", 1e-5)),
+        max_pixels=1344 * 896,
+        min_text_only=0.0,
+        max_decoder_rate=2e-4,
+        needs_trained=True,
+    ),
 }
 
 
@@ -63,14 +104,36 @@ def stage_rates(stage: StageSection) -> Rates:
     """The ordered patterns of a run: its own first, then the row's (less those that the run repeats).
 
     Raises ConfigError, with the line that overrides it, where a pattern or rate cannot be meant: no part's name, rate 0, a
-    pattern hidden by an earlier one of the run, or a decoder rate above the stage's ceiling.
+    pattern hidden by an earlier one of the run, one that contradicts `lora` or `encoder_blocks`, or a decoder rate above the
+    stage's ceiling. The patterns of `encoder_blocks` need the tower: `with_last_blocks` puts them in.
     """
     for pattern, rate in stage.rates.items():
-        _check_pattern(pattern, rate, stage.rates)
-    row = STAGES[stage.name].rates
-    merged = (*stage.rates.items(), *((p, rate) for p, rate in row if p not in stage.rates))
-    _check_ceiling(merged, stage)
+        check_pattern(pattern, rate, stage.rates)
+    row = STAGES[stage.name]
+    rates = row.rates
+    if stage.lora is not None:
+        check_beside_adapters(stage.rates)
+        others = tuple((pattern, rate) for pattern, rate in rates if pattern != DECODER)
+        rates = (*others, (ADAPTERS, row.lora_rate), (DECODER, None))
+    if stage.encoder_blocks is not None:
+        check_beside_blocks(stage.rates, stage.encoder_blocks)
+    merged = (*stage.rates.items(), *((p, rate) for p, rate in rates if p not in stage.rates))
+    of_row = row.max_decoder_rate if stage.lora is None else row.max_lora_rate
+    ceiling = of_row if stage.max_decoder_rate is None else stage.max_decoder_rate
+    check_ceiling(merged, ceiling, adapters=stage.lora is not None)
     return merged
+
+
+def with_last_blocks(rates: Rates, blocks: Sequence[str]) -> Rates:
+    """The patterns of a run with `encoder_blocks`: these blocks train at the encoder's rate, the rest of the encoder is frozen.
+
+    blocks: the patterns of the blocks, such as "encoder.visual.blocks.11.*"; none: `rates` as they are.
+    """
+    if not blocks:
+        return rates
+    place = [pattern for pattern, _ in rates].index(ENCODER)
+    rate = rates[place][1] or LAST_BLOCKS_RATE
+    return (*rates[:place], *((block, rate) for block in blocks), (ENCODER, None), *rates[place + 1 :])
 
 
 def assign_rates(names: Iterable[str], rates: Sequence[tuple[str, float | None]]) -> dict[str, float | None]:
@@ -88,10 +151,10 @@ def assign_rates(names: Iterable[str], rates: Sequence[tuple[str, float | None]]
         if winner is None:
             raise ConfigError(
                 f"mmds.stage.rates: no pattern covers the parameter {name}: give it a rate, or freeze it with\n"
-                f"    {_set_rates({name: None})}"
+                f"    {set_rates({name: None})}"
             )
         winners[name], assigned[name] = winner
-    _check_acting(rates, winners)
+    check_acting(rates, winners, of_rows={ADAPTERS, *(p for row in STAGES.values() for p, _ in row.rates)})
     return assigned
 
 
@@ -101,100 +164,22 @@ def least_text_share(stage: StageSection) -> float:
 
 
 def check_text_share(share: float, stage: StageSection) -> None:
-    """Refuse a mix whose share of text-only samples (0..1, by samples) is below the stage's.
+    """Refuse a mix whose share of text-only samples (0..1, by samples) is below the stage's; warn where the row only asks for some.
 
     Raises ConfigError, with the line that overrides it. Without text-only data language ability degrades, and
     evaluation on images alone does not show it.
     """
     least = least_text_share(stage)
+    if share == 0 and stage.min_text_only is None and STAGES[stage.name].needs_trained:
+        log.warning(
+            'mmds.data.mix: no sample is text-only: stage "%s" may cost the model some of its language ability, which scores on '
+            "images do not show; add some text-only conversations, or say that none is meant with\n"
+            "    --set mmds.stage.min_text_only=0",
+            stage.name,
+        )
     if share < least:
         raise ConfigError(
             f'mmds.data.mix: {share:.1%} of the samples are text-only, stage "{stage.name}" wants at least '
             f"{least:.1%}: add text-only conversations to the mix, or override with\n"
             "    --set mmds.stage.min_text_only=0"
         )
-
-
-def _check_pattern(pattern: str, rate: float | None, own: Mapping[str, float | None]) -> None:
-    where = f'mmds.stage.rates: "{pattern}"'
-    if not any(_may_match_below(pattern, f"{part}.") for part in PARTS):
-        others = {p: r for p, r in own.items() if p != pattern}
-        raise ConfigError(
-            f'{where} can match nothing: names start with "encoder.", "connector." or "decoder.": correct it, or leave it '
-            f"out with\n    {_replace_rates(others)}"
-        )
-    if rate is not None and rate <= 0:
-        raise ConfigError(
-            f"{where} has the rate {rate:g}: a rate is above 0, and frozen is null:\n"
-            f"    {_replace_rates({**own, pattern: None})}"
-        )
-    for other in own:
-        if other == pattern:
-            return
-        if _takes_all(other, pattern):
-            swapped = [p for p in own if p != pattern]
-            swapped.insert(swapped.index(other), pattern)
-            raise ConfigError(
-                f'{where} stands after "{other}", which takes all that it matches: put it before, as with\n'
-                f"    {_replace_rates({p: own[p] for p in swapped})}"
-            )
-
-
-def _check_acting(rates: Sequence[tuple[str, float | None]], winners: Mapping[str, str]) -> None:
-    """winners: the pattern that decides, for each parameter name."""
-    acting, of_rows = set(winners.values()), {p for row in STAGES.values() for p, _ in row.rates}
-    for pattern, _ in rates:
-        matched = [name for name in winners if fnmatchcase(name, pattern)]
-        if matched and (pattern in acting or pattern in of_rows):
-            continue
-        problem = f"matches no parameter (there are, e.g., {', '.join([*winners][:3]) or 'none'}): correct it"
-        if matched:
-            earlier = winners[matched[0]]
-            problem = f'decides nothing, for all that it matches goes to earlier ones such as "{earlier}": put it before'
-        rest: dict[str, float | None] = {}
-        for other, rate in rates:
-            if other != pattern and not any(_takes_all(before, other) for before in rest):
-                rest[other] = rate
-        raise ConfigError(
-            f'mmds.stage.rates: "{pattern}" {problem}, or leave it out with\n    {_replace_rates(rest)}'
-        )
-
-
-def _check_ceiling(rates: Rates, stage: StageSection) -> None:
-    row = STAGES[stage.name]
-    ceiling = row.max_decoder_rate if stage.max_decoder_rate is None else stage.max_decoder_rate
-    above: dict[str, float] = {}
-    for pattern, rate in rates:
-        if rate is not None and rate > ceiling and _may_match_below(pattern, "decoder."):
-            above[pattern] = rate
-        if _takes_all(pattern, "decoder.*"):
-            break  # later patterns no longer reach the decoder
-    if above:
-        shown = ", ".join(f'"{pattern}" trains the decoder at {rate:g}' for pattern, rate in above.items())
-        raise ConfigError(
-            f"mmds.stage.rates: {shown}, above {ceiling:g}: a rate made for the connector alone destroys a pretrained decoder. "
-            f"Lower it, or override with\n    --set mmds.stage.max_decoder_rate={json.dumps(max(above.values()))}"
-        )
-
-
-def _takes_all(first: str, second: str) -> bool:
-    """Whether pattern `first` matches every name that pattern `second` does, judged by its shortest and by long unusual names."""
-    longest = second.replace("*", "\0\0\0").replace("?", "\0")
-    shortest = second.replace("*", "").replace("?", "\0")
-    return fnmatchcase(longest, first) and fnmatchcase(shortest, first)
-
-
-def _may_match_below(pattern: str, start: str) -> bool:
-    """Whether a pattern can match some name that begins with `start`."""
-    ends = (token.end() for token in re.finditer(r"\[!?\]?[^\]]*\]|.", pattern, re.DOTALL))
-    return any(fnmatchcase(start, pattern[:end]) for end in ends)
-
-
-def _set_rates(rates: Mapping[str, float | None]) -> str:
-    """The words for a shell that put `rates` before all others."""
-    return f"--set {shlex.quote('mmds.stage.rates=' + json.dumps(dict(rates)))}"
-
-
-def _replace_rates(rates: Mapping[str, float | None]) -> str:
-    """The words for a shell that make `rates` the only ones before the row's."""
-    return "--set mmds.stage.rates=null" + (f" {_set_rates(rates)}" if rates else "")

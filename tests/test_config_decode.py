@@ -74,8 +74,6 @@ def test_names_of_other_trainers_are_answered_with_ours(
     "override",
     [
         'mmds.eval={"every": 5}',
-        "mmds.stage.lora={}",
-        "mmds.stage=finetune",
         "mmds.model.resolution=anyres",
         "mmds.model.resolution=native",
         "mmds.model.positions=mrope",

@@ -14,7 +14,7 @@ from small_config import SMALL, Write, writer
 from mmds.config_explain import explain, explain_command
 from mmds.config_keys import Key, walk, whole_tree
 from mmds.config_load import load_document
-from mmds.config_names import FOREIGN, LATER_NAMES, NEEDLESS
+from mmds.config_names import FOREIGN, LATER_NAMES, NEEDLESS, UNSUPPORTED
 from mmds.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -115,11 +115,13 @@ def test_an_object_lists_its_keys() -> None:
     assert re.search(r"^    nvme_path +refused: ", offload, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", [*FOREIGN, *NEEDLESS, *LATER_NAMES])
+@pytest.mark.parametrize("name", [*FOREIGN, *NEEDLESS, *LATER_NAMES, *UNSUPPORTED])
 def test_a_name_of_another_trainer_leads_to_ours(name: str) -> None:
     page = explain(name)
     if name in LATER_NAMES:
         assert facts(page)["refused"].startswith("not yet supported")
+    elif name in UNSUPPORTED:
+        assert facts(page)["refused"] == UNSUPPORTED[name]
     elif name in NEEDLESS:
         assert NEEDLESS[name] in page
     else:

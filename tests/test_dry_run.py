@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from mmds.config import load_config
 from mmds.dry_run import dry_run
+from mmds.errors import ConfigError
 from mmds.model.build import find_source
 from tests import tiny
 from tests.runs import Runs
@@ -219,3 +220,25 @@ def test_a_run_that_would_be_refused_is_refused_dry(printed: Any) -> None:
 )
 def test_it_says_what_the_model_exports_to(printed: Any, override: str, line: str) -> None:
     assert line in printed("align", override, "mmds.data.row_tokens=400").splitlines()
+
+
+def test_adapters_and_the_last_encoder_blocks_show_in_the_tables(printed: Any, folder: Folder) -> None:
+    lora = {"rank": 4, "targets": ["q_proj", "mlp.down_proj"], "keep": True}
+    text = printed({"name": "instruct", "lora": lora, "encoder_blocks": 1, "min_text_only": 0})
+    adapters = 2 * (4 * (48 + 48) + 4 * (96 + 48))  # q_proj 48 -> 48 and down_proj 96 -> 48 of two layers
+    decoder = sum(value.numel() for value in folder.decoder.values())
+    block = "visual.transformer.resblocks.1."
+    last = sum(value.numel() for name, value in folder.encoder.items() if name.startswith(block))
+    assert re.search(rf"^encoder +{last:,} +2e-06$", text, re.MULTILINE)
+    assert re.search(rf"^decoder +{adapters:,} +0\.0002$", text, re.MULTILINE)
+    assert numbers(text, "decoder") == [adapters, decoder, 0]
+    assert f"rank 4, scale 2, dropout 0: {adapters:,} parameters" in text
+    assert re.search(r"^adapters beside +4 linear modules: down_proj, q_proj$", text, re.MULTILINE)
+    assert re.search(
+        r"^adapters at the end +kept beside the decoder, in decoder/adapter$", text, re.MULTILINE
+    )
+
+
+def test_more_encoder_blocks_than_there_are_are_refused_before_any_weight_is_read(printed: Any) -> None:
+    with pytest.raises(ConfigError, match=r"encoder_blocks: 3 blocks are to train, .* has 2 blocks"):
+        printed({"name": "instruct", "encoder_blocks": 3})

@@ -32,6 +32,7 @@ LEVELS: dict[str, int] = {
             "mmds.ds_models",
             "mmds.ds_rules",
             "mmds.ds_schema",
+            "mmds.rate_patterns",
             "mmds.stages",
         ),
         1,

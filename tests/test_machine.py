@@ -13,12 +13,13 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 from deepspeed.accelerator import get_accelerator
 
 from mmds.engine import machine
 from mmds.engine.launch import start_ranks
-from mmds.engine.machine import check_compiler, explain, explained, own_tools_first
-from mmds.errors import DataError, MmdsError
+from mmds.engine.machine import check_card, check_compiler, explain, explained, own_tools_first
+from mmds.errors import ConfigError, DataError, MmdsError
 from tests.spawn import ROOT, plain_environment
 
 OFFLOAD = {
@@ -176,3 +177,34 @@ def test_tools_beside_the_interpreter_are_found_first(monkeypatch: pytest.Monkey
     own_tools_first()
     own_tools_first()
     assert os.environ["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/somewhere"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "bf16", "refused"),
+    [
+        ((7, 0), True, True),
+        ((7, 5), True, True),
+        ((7, 5), False, False),
+        ((8, 0), True, False),
+        ((9, 0), True, False),
+    ],
+)
+def test_a_card_without_bf16_is_refused_by_name_in_a_bf16_run(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], bf16: bool, refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    check_card(torch.device("cpu"), bf16=True)
+    if not refused:
+        check_card(torch.device("cuda:0"), bf16=bf16)
+        return
+    with pytest.raises(
+        ConfigError, match=rf"Tesla T4 \(compute capability {capability[0]}\.{capability[1]}\)"
+    ) as error:
+        check_card(torch.device("cuda:0"), bf16=bf16)
+    assert "\n" not in str(error.value) and "--set bf16.enabled=false" in str(error.value)
+
+
+def test_a_run_asks_about_its_card_before_it_opens_anything() -> None:
+    steps = (ROOT / "train.py").read_text(encoding="utf-8")
+    assert steps.index("check_card(ranks.device, bf16=config.bf16)") < steps.index("RunFolder(")

@@ -10,9 +10,9 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from mmds.config import load_config
-from mmds.config_types import StageSection
+from mmds.config_types import LoraSection, StageSection
 from mmds.errors import ConfigError
-from mmds.stages import STAGES, assign_rates, check_text_share, stage_rates
+from mmds.stages import STAGES, assign_rates, check_text_share, stage_rates, with_last_blocks
 
 NAMES = [
     "encoder.conv1.weight",
@@ -35,6 +35,7 @@ def rates_of(stage: StageSection) -> dict[str, float | None]:
         ("align", None, 1e-3, None, 0.0),
         ("pretrain", 2e-6, 2e-5, 2e-5, 0.05),
         ("instruct", None, 2e-5, 2e-5, 0.05),
+        ("finetune", None, 2e-5, 1e-5, 0.0),
     ],
 )
 def test_each_row_gives_every_part_its_rate(
@@ -126,6 +127,111 @@ def test_a_wider_pattern_may_stand_after_a_narrower_one() -> None:
         StageSection(name="instruct", rates={"decoder.layers.?.*": 1e-6, "decoder.layers.*.*": 3e-6})
     )
     assert assign_rates(names, rates[:2]) == {names[0]: 1e-6, names[1]: 3e-6}
+
+
+ADAPTED = [
+    "encoder.visual.transformer.resblocks.0.attn.weight",
+    "encoder.visual.transformer.resblocks.1.attn.weight",
+    "connector.net.up.weight",
+    "decoder.llm.model.embed_tokens.weight",
+    "decoder.llm.model.layers.0.self_attn.q_proj.base_layer.weight",
+    "decoder.llm.model.layers.0.self_attn.q_proj.lora_A.default.weight",
+    "decoder.llm.model.layers.0.self_attn.q_proj.lora_B.default.weight",
+    "decoder.llm.lm_head.weight",
+]
+
+
+@pytest.mark.parametrize("name", ["finetune", "instruct", "pretrain"])
+def test_with_lora_the_decoders_weights_are_frozen_and_its_adapters_train(name: Any) -> None:
+    rates = assign_rates(ADAPTED, stage_rates(StageSection(name=name, lora=LoraSection())))
+    assert {n: rates[n] for n in ADAPTED[3:]} == {n: 2e-4 if ".lora_" in n else None for n in ADAPTED[3:]}
+    assert rates["connector.net.up.weight"] == 2e-5
+
+
+def test_a_runs_own_patterns_may_name_adapters() -> None:
+    own = {"decoder.*.lora_B.*": 4e-4, "decoder.*.lora_*": 1e-4}
+    rates = assign_rates(ADAPTED, stage_rates(StageSection(name="finetune", rates=own, lora=LoraSection())))
+    assert [rates[name] for name in ADAPTED[3:]] == [None, None, 1e-4, 4e-4, None]
+
+
+@pytest.mark.parametrize("pattern", ["decoder.*", "decoder.llm.lm_head.*", "*.weight", "*"])
+def test_a_rate_on_weights_that_lora_freezes_is_refused_and_the_printed_line_trains_the_adapters(
+    tmp_path: Path, pattern: str
+) -> None:
+    path = write_run(tmp_path, {"name": "finetune", "lora": {}, "rates": {pattern: 3e-4}})
+    with pytest.raises(ConfigError, match="which mmds.stage.lora freezes") as error:
+        load_config(path)
+    config = load_config(path, as_typed(str(error.value).splitlines()[-1].strip()))
+    assert assign_rates(ADAPTED, config.rates)[ADAPTED[5]] == 3e-4
+
+
+def test_a_pattern_that_freezes_the_adapters_with_all_the_rest_is_refused(tmp_path: Path) -> None:
+    path = write_run(tmp_path, {"name": "finetune", "lora": {}, "rates": {"decoder.*": None}})
+    with pytest.raises(ConfigError, match="freezes the adapters") as error:
+        load_config(path)
+    config = load_config(path, as_typed(str(error.value).splitlines()[-1].strip()))
+    assert assign_rates(ADAPTED, config.rates)[ADAPTED[5]] == 2e-4
+
+
+def test_adapters_have_a_ceiling_of_their_own_with_the_line_that_overrides(tmp_path: Path) -> None:
+    stage = {"name": "finetune", "lora": {}, "rates": {"decoder.*.lora_*": 1e-3}}
+    assert load_config(write_run(tmp_path, stage)).rates[0] == ("decoder.*.lora_*", 1e-3)
+    path = write_run(tmp_path, {**stage, "rates": {"decoder.*.lora_*": 5e-3}})
+    with pytest.raises(ConfigError, match="trains the decoder's adapters at 0.005, above 0.002") as error:
+        load_config(path)
+    assert load_config(path, as_typed(str(error.value).splitlines()[-1].strip())).rates[0][1] == 5e-3
+    with pytest.raises(ConfigError, match="above 0.0001"):
+        load_config(write_run(tmp_path, {"name": "finetune", "lora": {}, "max_decoder_rate": 1e-4}))
+
+
+def test_align_has_no_use_for_adapters_and_finetune_no_start_from_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'lora: stage "align" does not train the decoder') as error:
+        load_config(write_run(tmp_path, {"name": "align", "lora": {}}))
+    assert str(error.value).endswith("--set mmds.stage.lora=null")
+    path = write_run(tmp_path, "finetune")
+    path.write_text(path.read_text().replace('"init_from": "m", ', ""))
+    for more in ([], ['mmds.stage.rates={"connector.*": 1e-3}'], [f"mmds.model={json.dumps(MODEL)}"]):
+        with pytest.raises(
+            ConfigError, match='mmds.init_from: missing: stage "finetune" starts from.*"align"'
+        ):
+            load_config(path, more)
+    assert load_config(path, ["mmds.init_from=runs/instruct"]).init_from == "runs/instruct"
+
+
+MODEL = {"encoder": {"name": "ViT-B-32", "pretrained": "random"}, "connector": "linear", "decoder": "d"}
+LAST = ["encoder.visual.transformer.resblocks.1.*"]
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "rate"),
+    [("instruct", {}, 2e-6), ("pretrain", {}, 2e-6), ("finetune", {"encoder.*": 5e-6}, 5e-6)],
+)
+def test_of_the_encoder_only_the_last_blocks_train_at_its_rate(
+    name: Any, own: dict[str, float | None], rate: float
+) -> None:
+    stage = StageSection(name=name, rates=own, encoder_blocks=1)
+    rates = assign_rates(ADAPTED, with_last_blocks(stage_rates(stage), LAST))
+    assert [rates[name] for name in ADAPTED[:2]] == [None, rate]
+    assert rates[ADAPTED[2]] == 2e-5
+
+
+@pytest.mark.parametrize("own", [{"encoder.*": None}, {"*": 1e-6}])
+def test_a_pattern_for_the_whole_encoder_contradicts_its_last_blocks(
+    tmp_path: Path, own: dict[str, float | None]
+) -> None:
+    path = write_run(tmp_path, {"name": "pretrain", "rates": own, "encoder_blocks": 1})
+    with pytest.raises(ConfigError, match="mmds.stage.encoder_blocks for its last 1 blocks") as error:
+        load_config(path)
+    assert load_config(path, as_typed(str(error.value).splitlines()[-1].strip())).stage.encoder_blocks is None
+
+
+def test_a_finetune_mix_without_text_is_warned_of_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
+    check_text_share(0.001, StageSection(name="finetune"))
+    check_text_share(0.0, StageSection(name="finetune", min_text_only=0))
+    check_text_share(0.0, StageSection(name="align"))
+    assert not caplog.records
+    check_text_share(0.0, StageSection(name="finetune"))
+    assert "no sample is text-only" in caplog.text and "--set mmds.stage.min_text_only=0" in caplog.text
 
 
 def write_run(folder: Path, stage: Any) -> Path:
@@ -242,6 +348,8 @@ def test_the_page_about_stages_shows_the_table() -> None:
     page = (Path(__file__).parents[1] / "docs" / "stages.md").read_text(encoding="utf-8")
     for name, row in STAGES.items():
         cells = next(line for line in page.splitlines() if line.startswith(f"| `{name}`")).split("|")
-        shown = [cell.strip() for cell in cells[2:7]]
+        shown = [cell.strip() for cell in cells[2:8]]
         rates = ["frozen" if rate is None else f"{rate:.0e}".replace("e-0", "e-") for _, rate in row.rates]
-        assert shown == [*rates, f"{row.min_text_only:.0%}", str(row.max_pixels)]
+        adapters = "-" if row.lora_rate is None else f"{row.lora_rate:.0e}".replace("e-0", "e-")
+        text = "warned if none" if row.needs_trained else f"{row.min_text_only:.0%}"
+        assert shown == [*rates, adapters, text, str(row.max_pixels)]

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmds import cpu_bf16
 from mmds.config import Config, RecomputeSection, rows_per_step
@@ -18,16 +18,25 @@ from mmds.engine.core import Engine, deepspeed_config, parameter_groups
 from mmds.engine.launch import Ranks
 from mmds.engine.machine import check_compiler
 from mmds.engine.schedule import rate_factor, warmup_steps
-from mmds.engine.zero import deepspeed_checkpoint, partitioned_loading, whole_tensors
+from mmds.engine.zero import deepspeed_checkpoint, partitioned_loading, whole, whole_tensors
 from mmds.errors import CheckpointError, ConfigError
 from mmds.model.build import Source, build_decoder, is_random
 from mmds.model.connector import Connector
 from mmds.model.decoder import weight_files
 from mmds.model.encoder import Encoder, unused_parameters
 from mmds.model.folder import read_tensors
+from mmds.model.last_blocks import last_blocks
+from mmds.model.lora import (
+    Placed,
+    adapter_value,
+    base_name,
+    has_fused_experts,
+    place_adapters,
+    stored_adapters,
+)
 from mmds.model.mllm import FrozenEncoder, Mllm
 from mmds.model.recompute import Checkpoint, non_reentrant
-from mmds.stages import assign_rates
+from mmds.stages import assign_rates, with_last_blocks
 
 log = logging.getLogger("mmds")
 
@@ -55,10 +64,22 @@ def assemble(
     streams = config.zero_stage == 3 and not is_random(source)
     loading = partitioned_loading(ds_config) if streams else contextlib.nullcontext()
     with ranks.together(f"loading the decoder {source.decoder_name}"), loading:
-        decoder = build_decoder(source, dtype=dtype, seed=config.seed)
+        decoder = build_decoder(source, dtype=dtype, seed=config.seed, kept=False)
+    with ranks.together("adding adapters to the decoder"):
+        stored = stored_adapters(source.decoder_name)
+        placed = place_adapters(decoder.llm, config.stage.lora, stored, seed=config.seed + 2, whole=whole)
+    said = [placed.said] if placed.said else []
+    if config.stage.lora is not None and has_fused_experts(decoder.llm):
+        said.append(
+            "the decoder's experts are fused and have no adapters; its linear modules, such as the attention's, have"
+        )
+    if ranks.first:
+        for line in said:
+            log.info("%s", line)
     for part in (encoder, connector):
         part.to(dtype)  # DeepSpeed casts nothing once the decoder has arrived in partitions
-    rates = assign_rates(_all_names(encoder, connector, decoder), config.rates)
+    table = with_last_blocks(config.rates, last_blocks(encoder, config.stage.encoder_blocks))
+    rates = assign_rates(_all_names(encoder, connector, decoder), table)
     trains = _encoder_trains(encoder, rates)
     model = Mllm(
         connector=connector, decoder=decoder, encoder=encoder if trains else None, weighting=config.weighting
@@ -75,7 +96,7 @@ def assemble(
     factor = partial(rate_factor, total=total, warmup=warmup, decay=config.schedule.decay)
     engine = Engine(model, frozen=frozen, groups=groups, ds_config=ds_config, ranks=ranks, factor=factor)
     if not is_random(source):
-        verify_decoder(engine, source.decoder_name)
+        verify_decoder(engine, source.decoder_name, placed)
     return engine
 
 
@@ -87,10 +108,10 @@ def set_recompute(model: Mllm, every: RecomputeSection, checkpoint: Checkpoint) 
         model.encoder.set_recompute(every.encoder, checkpoint)
 
 
-def verify_decoder(engine: Engine, name: str) -> None:
+def verify_decoder(engine: Engine, name: str, placed: Placed) -> None:
     """Compare every decoder tensor in memory, gathered whole, with its file, bit for bit in the run's dtype.
 
-    Raises CheckpointError on every rank naming the tensors that differ. Tensors of the files that the model has no place for are
+    placed: the adapters that the folder was kept with, which are in memory beside the weights or merged into them. Raises CheckpointError on every rank naming the tensors that differ. Tensors of the files that the model has no place for are
     named in a warning: what transformers says of them is not true under ZeRO-3.
     """
     files = weight_files(name) if engine.ranks.first else []
@@ -98,11 +119,16 @@ def verify_decoder(engine: Engine, name: str) -> None:
     wrong: list[str] = []
     prefix = "decoder.llm."
     for full_name, value in whole_tensors(engine.model):
-        tensor = full_name.removeprefix(prefix)
-        if held and full_name.startswith(prefix) and tensor in held:
-            expected = held[tensor]()
-            if expected.shape != value.shape or not bool((expected.to(value.dtype) == value.cpu()).all()):
-                wrong.append(tensor)
+        tensor = base_name(full_name.removeprefix(prefix))
+        if not held or not full_name.startswith(prefix):
+            continue
+        expected = adapter_value(tensor, placed.training) if placed.training is not None else None
+        if tensor in held:
+            expected = held[tensor]().to(value.dtype)
+            if placed.merged is not None:
+                expected = placed.merged.merged(tensor.removesuffix(".weight"), expected)
+        if expected is not None and not _equal(expected.to(value.dtype), value.cpu()):
+            wrong.append(tensor)
     if surplus := surplus_tensors(held, engine.model.decoder.llm):
         log.warning(
             "decoder %s: its files hold %d tensors that the model has no place for, e.g. %s",
@@ -117,9 +143,14 @@ def verify_decoder(engine: Engine, name: str) -> None:
             )
 
 
+def _equal(expected: Tensor, value: Tensor) -> bool:
+    return expected.shape == value.shape and bool((expected == value).all())
+
+
 def surplus_tensors(held: Iterable[str], llm: nn.Module) -> list[str]:
     """Names of stored tensors without a counterpart in the model, less those that its family is known to leave in its files."""
     known = {name for name, _ in llm.named_parameters(remove_duplicate=False)} | set(llm.state_dict())
+    known = {base_name(name) for name in known}
     left = [*(getattr(llm, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
     return sorted(name for name in held if name not in known and not any(re.search(p, name) for p in left))
 

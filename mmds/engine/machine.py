@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 
-from mmds.errors import DataError, MmdsError
+from mmds.errors import ConfigError, DataError, MmdsError
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where NCCL has its buffers between the GPUs of a machine."""
@@ -55,6 +56,18 @@ def explain(error: BaseException) -> MmdsError | None:
             telling = [line for line in text.splitlines() if re.search(f"not found|error:|{pattern}", line)]
             return MmdsError(f"{advice}\n(said: {telling[-1].strip()[:300]})")
     return None
+
+
+def check_card(device: torch.device, *, bf16: bool) -> None:
+    """Refuse bf16 on a card that has none (before Ampere: V100, T4, RTX 20). Raises ConfigError naming the card."""
+    if device.type != "cuda" or not bf16:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise ConfigError(
+            f"bf16: the {torch.cuda.get_device_name(device)} (compute capability {major}.{minor}) computes no bf16, and fp16 is not "
+            "supported: use a card of capability 8.0 or more (A100, RTX 30 and later), or fp32 with --set bf16.enabled=false"
+        )
 
 
 def check_compiler(ds_config: Mapping[str, Any]) -> None:

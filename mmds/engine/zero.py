@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,25 @@ def deepspeed_checkpoint(ds_config: dict[str, Any], device: torch.device) -> Che
     return reentrant(deepspeed.checkpointing.checkpoint)
 
 
-def whole_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def whole(parameter: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inside, a parameter is whole on every rank; what rank 0 writes into it holds for all. Every rank enters."""
+    gathered: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+        [parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")
+    )
+    return gathered
+
+
+def whole_tensors(
+    module: nn.Module, *, first: Callable[[str], bool] = lambda name: False
+) -> Iterator[tuple[str, Tensor]]:
     """(name, whole value) of each parameter and persistent buffer, one at a time; every rank must iterate to the end.
 
-    The value is valid until the next one; shared (tied) parameters come once, under their first name.
+    The value is valid until the next one; shared (tied) parameters come once, under their first name. first: names that come before
+    all others.
     """
     parameters = dict(module.named_parameters())
-    for name, parameter in parameters.items():
+    for name in sorted(parameters, key=first, reverse=True):  # sorting keeps the order among equals
+        parameter = parameters[name]
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             yield name, parameter.data
     shared = set(dict(module.named_parameters(remove_duplicate=False)))
@@ -75,15 +87,16 @@ def full_numel(parameter: Tensor) -> int:
 def checkpoint_tensors(checkpoints: Path, tag: str) -> dict[str, Any]:
     """fp32 values by name out of a DeepSpeed checkpoint folder, lazily read: each value has `.contiguous()` or is a tensor.
 
-    Trained tensors are fp32 masters; frozen ones have the run's dtype. A run at ZeRO-0, which is fp32, keeps whole tensors.
+    Trained tensors are fp32 masters; frozen ones have the run's dtype. A run at ZeRO-0, which is fp32, keeps whole tensors; so does
+    one at ZeRO-1, for which DeepSpeed's reader forgets the frozen ones.
     """
+    module: dict[str, Any] = {}
+    kept_whole = checkpoints / tag / "mp_rank_00_model_states.pt"
+    if kept_whole.is_file():
+        module = torch.load(kept_whole, map_location="cpu", mmap=True, weights_only=False)["module"]
     if not list((checkpoints / tag).glob("*_optim_states.pt")):
-        whole = checkpoints / tag / "mp_rank_00_model_states.pt"
-        module: dict[str, Any] = torch.load(whole, map_location="cpu", mmap=True, weights_only=False)[
-            "module"
-        ]
         return module
     state: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(
         str(checkpoints), tag=tag, lazy_mode=True
     )
-    return state
+    return {**module, **state}

@@ -17,6 +17,7 @@ from mmds.model.decoder import Decoder, load_config, load_llm
 from mmds.model.encoder import Encoder, EncoderSpec, build_encoder, encoder_from_spec
 from mmds.model.encoder_sources import RANDOM
 from mmds.model.folder import Description, load_part, read_description
+from mmds.model.lora import attach, stored_adapters
 from mmds.model.published import source_folder
 from mmds.model.qualify import qualify
 
@@ -132,11 +133,18 @@ def _load_connector(connector: Connector, folder: Path) -> None:
         connector.separator = fresh
 
 
-def build_decoder(source: Source, *, dtype: torch.dtype, seed: int) -> Decoder:
-    """The decoder in `dtype`; weights stream into partitions when the engine's loading context is active."""
+def build_decoder(source: Source, *, dtype: torch.dtype, seed: int, kept: bool = True) -> Decoder:
+    """The decoder in `dtype`; weights stream into partitions when the engine's loading context is active.
+
+    kept: with the adapters that the folder was written with, if any, beside the weights; False: the weights alone.
+    """
     section = DecoderSection(name=source.decoder_name) if source.section is None else source.section.decoder
     torch.manual_seed(seed + 1)
-    return Decoder(load_llm(section.name, dtype=dtype, random=section.random), source.positions)
+    llm = load_llm(section.name, dtype=dtype, random=section.random)
+    adapters = stored_adapters(section.name) if kept else None
+    if adapters is not None:
+        attach(llm, adapters)
+    return Decoder(llm, source.positions)
 
 
 def is_random(source: Source) -> bool:

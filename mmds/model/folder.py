@@ -4,6 +4,7 @@ mmds.json                       what the parts are and how they join
 encoder/model.safetensors       the pruned tower, keys `visual.*`
 connector/model.safetensors
 decoder/                        a Hugging Face folder: config, weights, tokenizer, chat template
+decoder/adapter/                LoRA adapters that were kept apart, in peft's format (see `mmds.model.lora`)
 README.md
 """
 

@@ -36,6 +36,11 @@ def qualify(config: Any, positions: str = "1d") -> None:
     a ZeRO-3 context exists.
     """
     family = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(
+            f"mmds.model.decoder: this {family} decoder is quantised (quantization_config), and QLoRA is not supported: name the model "
+            "in bf16 or fp32, and train adapters beside it with mmds.stage.lora"
+        )
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
     if unknown:
         raise ConfigError(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ CONNECTOR = {"align": "mlp2x", "pretrain": "mlp2x", "instruct": "merge_mlp"}
 STEPS, TOTAL, WARMUP = 3, 10, 2
 CLIPPING, BETAS, EPS, DECAY = 0.05, (0.9, 0.95), 1e-4, 0.1
 RATES = {"encoder.*": 1e-3, "connector.*": 2e-3, "decoder.*": 5e-4}  # of what a stage trains
+LORA, LORA_RATE = {"rank": 4, "alpha": 6}, 2e-3
 
 # Pictures of each sample of a step. On 2 ranks x 4 micro-steps a row is one sample, and text-only rows meet rows with pictures
 # on either rank; the fourth sample of the first step has no supervised token; the last step has no picture at all.
@@ -27,9 +28,34 @@ PICTURES = ((0, 1, 2, 0, 0, 0, 1, 0), (1, 0, 0, 2, 1, 0, 0, 3), (0,) * 8)
 SILENT = (0, 3)
 
 
+class Batch(NamedTuple):
+    """What is computed, whatever the layout."""
+
+    stage: str
+    weighting: str
+    first: int
+    steps: int
+    lora: bool
+    last: int
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Pattern -> rate of what trains; the encoder's stands for its last blocks where only those train."""
+        frozen = {"align": ("encoder.*", "decoder.*"), "pretrain": (), "instruct": ("encoder.*",)}[self.stage]
+        rates = {pattern: rate for pattern, rate in RATES.items() if pattern not in frozen or self.last}
+        if self.lora:
+            del rates["decoder.*"]
+            rates["decoder.*.lora_*"] = LORA_RATE
+        return rates
+
+
 @dataclass(frozen=True)
 class Layout:
-    """How one run is computed. first: index in PICTURES of its first step; saved: it also saves and resumes after two steps."""
+    """How one run is computed. first: index in PICTURES of its first step; saved: it also saves and resumes after two steps.
+
+    lora: adapters train in the place of the decoder's weights. last: number of encoder blocks that train alone, the last ones; 0: as
+    the stage says.
+    """
 
     zero: int
     world: int
@@ -40,6 +66,8 @@ class Layout:
     first: int = 0
     steps: int = STEPS
     saved: bool = False
+    lora: bool = False
+    last: int = 0  # encoder blocks that train
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -53,12 +81,13 @@ class Layout:
             self.weighting,
         ]
         words += [f"from{self.first}"] if self.first else []
+        words += ["lora"] * self.lora + [f"last{self.last}"] * bool(self.last)
         return "-".join(words + sorted(self.extra))
 
     @property
-    def batch(self) -> tuple[str, str, int, int]:
+    def batch(self) -> Batch:
         """What decides the numbers: layouts that share it must agree."""
-        return self.stage, self.weighting, self.first, self.steps
+        return Batch(self.stage, self.weighting, self.first, self.steps, self.lora, self.last)
 
 
 MATRIX = tuple(
@@ -87,7 +116,23 @@ ALL_TEXT = tuple(Layout(3, 2, 1, stage, first=2, steps=1) for stage in ("align",
 OFFLOADED = tuple(
     Layout(zero, 2, 1, "pretrain", extra={"offload_optimizer": {"device": "cpu"}}) for zero in (1, 2, 3)
 )
-LAYOUTS = (*MATRIX, *WEIGHTED, *BY_DEEPSPEED, *ALL_TEXT, *OFFLOADED)
+ADAPTED = (
+    *(
+        Layout(zero, 2, 1, "instruct", recompute, saved=recompute == "off", lora=True)
+        for zero, recompute in itertools.product((0, 1, 2, 3), ("off", "torch"))
+    ),
+    *(Layout(zero, 2, 4, "instruct", "deepspeed", lora=True) for zero in (2, 3)),
+    Layout(3, 1, 1, "instruct", lora=True),
+    Layout(3, 2, 1, "instruct", first=2, steps=1, lora=True),
+)
+LAST_BLOCK = (
+    *(
+        Layout(zero, 2, 1, "instruct", recompute, saved=recompute == "off", last=1)
+        for zero, recompute in itertools.product((0, 2, 3), ("off", "torch", "deepspeed"))
+    ),
+    Layout(3, 2, 4, "pretrain", last=1, lora=True),
+)
+LAYOUTS = (*MATRIX, *WEIGHTED, *BY_DEEPSPEED, *ALL_TEXT, *OFFLOADED, *ADAPTED, *LAST_BLOCK)
 
 
 def samples_of(step: int, geometry: Geometry) -> list[LoadedSample]:
@@ -110,12 +155,6 @@ def rows_of(layout: Layout, step: int, rank: int, geometry: Geometry) -> list[Ro
     return [build_row(rows[layout.world * micro + rank], geometry) for micro in range(layout.accumulation)]
 
 
-def trained_rates(stage: str) -> dict[str, float]:
-    """Pattern -> rate of what the stage trains."""
-    frozen = {"align": ("encoder.*", "decoder.*"), "pretrain": (), "instruct": ("encoder.*",)}[stage]
-    return {pattern: rate for pattern, rate in RATES.items() if pattern not in frozen}
-
-
 def write_config(work: Path, layout: Layout) -> Path:
     """The layout as a config file that a user could have written."""
     config: dict[str, Any] = {
@@ -128,7 +167,13 @@ def write_config(work: Path, layout: Layout) -> Path:
             **layout.extra,
         },
         "mmds": {
-            "stage": {"name": layout.stage, "rates": trained_rates(layout.stage), "max_decoder_rate": 1},
+            "stage": {
+                "name": layout.stage,
+                "rates": layout.batch.rates,
+                "max_decoder_rate": 1,
+                "lora": LORA if layout.lora else None,
+                "encoder_blocks": layout.last or None,
+            },
             "output_dir": str(work / "run"),
             "model": {
                 "encoder": {"name": f"local-dir:{work / 'encoder'}"},

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from mmds.config_types import ConnectorSection
@@ -21,7 +22,7 @@ from mmds.model.connector import Connector
 from mmds.model.encoder import EncoderSection, build_encoder
 from tests import tiny
 from tests.engine import layouts, scripted
-from tests.engine.layouts import ALL_TEXT, LAYOUTS, SILENT, Layout, samples_of, trained_rates
+from tests.engine.layouts import ALL_TEXT, LAYOUTS, SILENT, Batch, Layout, samples_of
 from tests.engine.reference import compare, stock_llm, stock_nll
 from tests.spawn import run_ranks
 
@@ -51,24 +52,29 @@ def result(work: Path, layout: Layout) -> dict[str, Any]:
 class Reference:
     """Stock parts and torch's own AdamW, trained for the steps of a batch; what each step did is kept in `steps`."""
 
-    def __init__(self, work: Path, stage: str, weighting: str, first: int, steps: int) -> None:
+    def __init__(self, work: Path, batch: Batch) -> None:
+        self.batch = batch
+        stage, first, steps = batch.stage, batch.first, batch.steps
         self.encoder = build_encoder(EncoderSection(name=f"local-dir:{work / 'encoder'}"))
         self.connector = Connector(
             ConnectorSection(name=layouts.CONNECTOR[stage]), encoder_width=32, decoder_width=48
         )
         self.connector.load_state_dict(torch.load(work / f"{stage}.connector.pt"))
         self.llm = stock_llm(str(work / "decoder"))
+        if batch.lora:
+            self.llm = with_adapters(self.llm, torch.load(work / "adapters.pt"))
         self.geometry = build_geometry(self.encoder.spec, self.connector.section, max_pixels=None)
-        self.weighting = weighting
-        self.rates = {pattern.removesuffix(".*"): rate for pattern, rate in trained_rates(stage).items()}
+        self.weighting = batch.weighting
+        self.rates = {pattern.split(".")[0]: rate for pattern, rate in batch.rates.items()}
         groups = [
             {
-                "params": [p for p in part.parameters() if (p.dim() > 1) == decays],
-                "part": name,
+                "params": [
+                    p for name, p in self.named().items() if name.startswith(part) and (p.dim() > 1) == decays
+                ],
+                "part": part,
                 "weight_decay": decay,
             }
-            for name, part in self.parts.items()
-            if name in self.rates
+            for part in self.rates
             for decays, decay in ((True, layouts.DECAY), (False, 0.0))
         ]
         self.optimizer = torch.optim.AdamW(groups, betas=layouts.BETAS, eps=layouts.EPS)
@@ -83,11 +89,19 @@ class Reference:
     def named(self) -> dict[str, nn.Parameter]:
         """Trained parameters by the names they have in mmds."""
         prefix = {"encoder": "encoder.", "connector": "connector.", "decoder": "decoder.llm."}
-        return {
-            prefix[part] + name: parameter
+        named = {
+            prefix[part] + name.removeprefix("base_model.model."): parameter
             for part in self.rates
             for name, parameter in self.parts[part].named_parameters()
         }
+        if self.batch.lora:
+            named = {n: p for n, p in named.items() if not n.startswith("decoder.") or ".lora_" in n}
+        if self.batch.last:
+            blocks = [f".resblocks.{2 - block}." for block in range(1, self.batch.last + 1)]
+            named = {
+                n: p for n, p in named.items() if not n.startswith("encoder.") or any(b in n for b in blocks)
+            }
+        return named
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.named().items()}
@@ -141,9 +155,26 @@ class Reference:
         }
 
 
+def with_adapters(llm: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """The decoder through peft's own door, with adapters of these values on every linear module of its blocks."""
+    config = LoraConfig(
+        r=layouts.LORA["rank"],
+        lora_alpha=layouts.LORA["alpha"],
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    )
+    model = get_peft_model(llm, config)
+    mine = {"decoder.llm." + n.removeprefix("base_model.model."): p for n, p in model.named_parameters()}
+    assert set(values) == {name for name, p in mine.items() if p.requires_grad}
+    with torch.no_grad():
+        for name, value in values.items():
+            assert (".lora_B." in name) == (not value.any())  # B starts at zero, A does not
+            mine[name].copy_(value)
+    return model
+
+
 @functools.cache
-def reference(work: Path, batch: tuple[str, str, int, int]) -> Reference:
-    return Reference(work, *batch)
+def reference(work: Path, batch: Batch) -> Reference:
+    return Reference(work, batch)
 
 
 @by_name
@@ -187,8 +218,9 @@ def test_blocks_run_twice_a_micro_step_with_recomputation_and_once_without(
     for step in result(work, layout)["steps"]:
         for part, count in BLOCKS.items():
             recomputed = part in ("connector", "decoder") or (part, layout.stage) == ("encoder", "pretrain")
-            times = 2 if layout.recompute != "off" and recomputed else 1
-            wanted = {f"{part}.{block}": times * layout.accumulation for block in range(count)}
+            first = count - layout.last if part == "encoder" and layout.last else 0 if recomputed else count
+            twice = range(first if layout.recompute != "off" else count, count)
+            wanted = {f"{part}.{b}": (1 + (b in twice)) * layout.accumulation for b in range(count)}
             assert {name: n for name, n in step["passes"].items() if name.startswith(part)} == wanted
 
 
@@ -211,7 +243,7 @@ def test_a_step_without_a_picture_leaves_the_visual_side_bit_equal(work: Path, l
     assert not any(bool(found["steps"][0]["grads"][name].any()) for name in visual)
     for name in visual:
         # Weight decay is AdamW's own and the only thing that may move a matrix whose gradient is zero.
-        rate = trained_rates(layout.stage)[name.split(".")[0] + ".*"] * rate_factor(
+        rate = layout.batch.rates[name.split(".")[0] + ".*"] * rate_factor(
             0, total=layouts.TOTAL, warmup=layouts.WARMUP, decay="cosine"
         )
         decay = layouts.DECAY if found["before"][name].dim() > 1 else 0.0
@@ -237,12 +269,12 @@ def test_a_saved_run_goes_on_bit_equal_and_its_checkpoint_holds_the_weights(
 
 def test_the_batch_is_as_hard_as_it_says(work: Path) -> None:
     """Or the tests above could not fail: clipping acts, a sample is silent, rows are text-only beside rows with pictures."""
-    wanted = reference(work, ("pretrain", "token", 0, 3))
+    wanted = reference(work, Batch("pretrain", "token", 0, 3, False, 0))
     assert all(step["grad_norm"] > 2 * layouts.CLIPPING for step in wanted.steps)
     silent = samples_of(SILENT[0], wanted.geometry)[SILENT[1]]
     assert not silent.supervised.any()
     by_weighting = {
-        weighting: reference(work, ("instruct", weighting, 0, 3)).steps[0]["loss"]
+        weighting: reference(work, Batch("instruct", weighting, 0, 3, False, 0)).steps[0]["loss"]
         for weighting in ("token", "sample", "sqrt")
     }
     assert len({round(loss, 3) for loss in by_weighting.values()}) == 3

@@ -33,6 +33,9 @@ def main(work: Path, world: int) -> None:
         engine, geometry = build(work, layout, ranks)
         passes = count_passes(engine)
         result: dict[str, Any] = {"before": weights(engine), "steps": []}
+        if layout.lora and ranks.first:
+            adapters = {name: value for name, value in result["before"].items() if ".lora_" in name}
+            torch.save(adapters, work / "adapters.pt")
         for step in range(layout.first, layout.first + layout.steps):
             if layout.saved and step == 2:
                 engine.save(work / layout.name, "saved")

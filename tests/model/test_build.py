@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import FalconConfig
+from transformers import AutoModelForCausalLM, FalconConfig
 
-from mmds.config_types import ConnectorSection, DecoderSection, EncoderSection, ModelSection
+from mmds.config_types import ConnectorSection, DecoderSection, EncoderSection, LoraSection, ModelSection
 from mmds.engine.assemble import _refuse_scalars, surplus_tensors, verify_decoder
 from mmds.errors import CheckpointError, ConfigError
 from mmds.model.build import (
@@ -27,6 +29,7 @@ from mmds.model.build import (
 )
 from mmds.model.connector import CONNECTORS, Connector
 from mmds.model.encoder import describe_pruned, encoder_from_spec
+from mmds.model.lora import Placed, place_adapters, plainly, stored_adapters
 from mmds.model.mllm import Mllm
 from tests import tiny
 
@@ -224,11 +227,40 @@ def test_a_decoder_that_is_not_the_one_in_its_files_is_refused_by_tensor(parts: 
     engine: Any = SimpleNamespace(
         model=Mllm(connector=connector, decoder=decoder, encoder=encoder), ranks=ranks
     )
-    verify_decoder(engine, source.decoder_name)
+    verify_decoder(engine, source.decoder_name, Placed())
     with torch.no_grad():
         decoder.llm.model.layers[1].mlp.up_proj.weight[3, 4] += 0.5
     with pytest.raises(CheckpointError, match=r"1 tensors .*model\.layers\.1\.mlp\.up_proj\.weight"):
-        verify_decoder(engine, source.decoder_name)
+        verify_decoder(engine, source.decoder_name, Placed())
+
+
+@pytest.mark.parametrize(
+    "asked", [LoraSection(rank=2, alpha=4, targets=("up_proj",)), None], ids=["train on", "merged"]
+)
+def test_a_decoder_with_kept_adapters_is_compared_with_both_of_its_files(
+    parts: Path, tmp_path: Path, asked: LoraSection | None
+) -> None:
+    shutil.copytree(parts / "decoder", tmp_path / "decoder")
+    llm = AutoModelForCausalLM.from_pretrained(tmp_path / "decoder", dtype=torch.float32)
+    adapted = get_peft_model(
+        llm, LoraConfig(r=2, lora_alpha=4, target_modules=["up_proj"], init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "decoder" / "adapter")
+    model = replace(section(parts), decoder=DecoderSection(name=str(tmp_path / "decoder")))
+    source = find_source(None, model)
+    encoder, connector = build_light(source, seed=0)
+    decoder = build_decoder(source, dtype=torch.bfloat16, seed=0, kept=False)
+    placed = place_adapters(decoder.llm, asked, stored_adapters(source.decoder_name), seed=0, whole=plainly)
+    ranks = SimpleNamespace(first=True, together=lambda what: contextlib.nullcontext())
+    engine: Any = SimpleNamespace(
+        model=Mllm(connector=connector, decoder=decoder, encoder=encoder), ranks=ranks
+    )
+    verify_decoder(engine, source.decoder_name, placed)
+    up = decoder.llm.model.layers[1].mlp.up_proj
+    with torch.no_grad():
+        (up.weight if asked is None else up.lora_B["default"].weight)[1, 1] += 0.5
+    with pytest.raises(CheckpointError, match=r"1 tensors .*model\.layers\.1\.mlp\.up_proj\."):
+        verify_decoder(engine, source.decoder_name, placed)
 
 
 @pytest.mark.parametrize("layer", [0, -2])

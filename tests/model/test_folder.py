@@ -246,7 +246,8 @@ def test_a_folder_that_is_none_is_refused_by_path(tmp_path: Path) -> None:
 
 
 def test_the_readme_says_what_was_asked_of_it_and_how_to_go_on(tmp_path: Path) -> None:
-    write_readme(tmp_path, {"stage": "align"}, name=tmp_path.with_name("final"))
+    name = tmp_path / "model"
+    write_readme(tmp_path, {"stage": "align"}, name=name)
     text = (tmp_path / "README.md").read_text()
     assert "- stage: align" in text
-    assert f'"init_from": "{tmp_path.with_name("final")}"' in text
+    assert f'"init_from": "{name}"' in text and f"chat.py {name} " in text

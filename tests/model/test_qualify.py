@@ -209,3 +209,10 @@ def test_the_backend_and_the_random_state_are_as_before_afterwards() -> None:
             continue
     assert torch.equal(torch.rand(3), expected)
     assert AttentionInterface()[ROWS] is rows_attention
+
+
+def test_a_quantised_decoder_is_refused_in_one_line() -> None:
+    config = LlamaConfig(**SIZES, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(ConfigError, match="llama decoder is quantised .* QLoRA is not supported") as error:
+        qualify(config)
+    assert "\n" not in str(error.value)
