@@ -14,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
@@ -59,24 +60,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(encoder, pixels, grids, given.rounds)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One run of one way. seconds, peak (bytes that the process grew by): after the forward pass, and after the backward pass too."""
+
+    features: Tensor
+    seconds: tuple[float, float]
+    peak: tuple[int, int]
+
+
 def report(encoder: Encoder, pixels: Tensor, grids: Sequence[Grid], rounds: int) -> None:
-    """Seconds, ratio and peak memory of both ways, forward and with backward."""
+    """Seconds, ratio and peak memory of both ways, of the forward pass and of forward and backward together."""
     ways = {"packed": packed, "dense mask": masked}
-    print(f"{'':<20}{'packed':>10}{'dense mask':>12}{'ratio':>8}   {'peak packed':>12}{'peak dense':>12}")
-    for title, work in (("forward", forward), ("forward + backward", forward_and_backward)):
-        best, peak, made = dict.fromkeys(ways, float("inf")), dict.fromkeys(ways, 0), {}
-        for _ in range(rounds):
-            for name, way in ways.items():
-                before = reset_peak()
-                started = time.perf_counter()
-                made[name] = work(way, encoder, pixels, grids)
-                best[name] = min(best[name], time.perf_counter() - started)
-                peak[name] = max(peak[name], peak_bytes() - before)
-        gap = float((made["packed"] - made["dense mask"]).abs().max() / made["dense mask"].abs().max())
-        assert gap < 1e-4, f"the ways give different features: {gap:.1e}"
-        a, b = best.values()
-        sizes = "".join(f"{value / 2**30:>8.2f} GiB" for value in peak.values())
-        print(f"{title:<20}{a:>8.2f} s{b:>10.2f} s{b / a:>7.1f}x   {sizes}")
+    runs: dict[str, list[Measured]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            runs[name].append(measure(way, encoder, pixels, grids))
+    ours, theirs = runs.values()
+    gap = float((ours[0].features - theirs[0].features).abs().max() / theirs[0].features.abs().max())
+    assert gap < 1e-4, f"the ways give different features: {gap:.1e}"
+    print(f"{'':<20}{'packed':>10}{'dense mask':>12}{'ratio':>8}{'peak packed':>15}{'peak dense':>14}")
+    for part, title in enumerate(("forward", "forward + backward")):
+        a, b = (min(run.seconds[part] for run in way) for way in (ours, theirs))
+        c, d = (max(run.peak[part] for run in way) / 2**30 for way in (ours, theirs))
+        print(f"{title:<20}{a:>8.2f} s{b:>10.2f} s{b / a:>7.1f}x{c:>11.2f} GiB{d:>10.2f} GiB")
 
 
 def packed(encoder: Encoder, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
@@ -100,18 +107,16 @@ def dense_mask(*, lengths: Sequence[int], rotate: object = None) -> Tensor:
 Way = Callable[[Encoder, Tensor, Sequence[Grid]], Tensor]
 
 
-@torch.no_grad()
-def forward(way: Way, encoder: Encoder, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
-    """Features without a graph."""
-    return way(encoder, pixels, grids)
-
-
-def forward_and_backward(way: Way, encoder: Encoder, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
-    """Features, and on the way the gradients of all weights."""
+def measure(way: Way, encoder: Encoder, pixels: Tensor, grids: Sequence[Grid]) -> Measured:
+    """One forward and backward pass, which gives the gradients of all weights."""
     encoder.zero_grad()
+    before = reset_peak()
+    started = time.perf_counter()
     features = way(encoder, pixels, grids)
+    forward, forward_peak = time.perf_counter() - started, peak_bytes() - before
     features.square().mean().backward()
-    return features.detach()
+    whole, whole_peak = time.perf_counter() - started, peak_bytes() - before
+    return Measured(features=features.detach(), seconds=(forward, whole), peak=(forward_peak, whole_peak))
 
 
 def mixed_grids(images: int, side: int) -> list[Grid]:

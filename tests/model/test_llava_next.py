@@ -68,7 +68,9 @@ def test_a_row_has_pictures_of_several_grids_with_and_without_padding(tmp_path: 
     plans = [geometry.plan(*size) for row in ROWS.values() for sizes in row for size in sizes]
     assert len({plan.tiles for plan in plans}) >= 5
     whole = [
-        plan.kept == (0, 0, plan.tiles[0] * 4, plan.tiles[1] * 4) for plan in plans if plan.tiles and plan.kept
+        plan.kept == (0, 0, plan.tiles[0] * 4, plan.tiles[1] * 4)
+        for plan in plans
+        if plan.tiles and plan.kept
     ]
     assert any(whole) and not all(whole)
 

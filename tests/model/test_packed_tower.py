@@ -136,7 +136,9 @@ def test_at_the_towers_own_size_features_are_its_own(name: str, towers: Maker) -
         assert gap(encoder(torch.stack(images)), theirs) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["timm ViT, class token", "DINOv2, registers", "SigLIP", "EVA-02", "PE core"])
+@pytest.mark.parametrize(
+    "name", ["timm ViT, class token", "DINOv2, registers", "SigLIP", "EVA-02", "PE core"]
+)
 def test_normed_features_of_the_last_block_are_timms_forward_features(name: str, towers: Maker) -> None:
     encoder, tower = towers(name, layer=-1, norm=name != "EVA-02")
     trunk: Any = tower.trunk

@@ -82,9 +82,7 @@ def test_rotation_turns_queries_and_keys_and_not_values() -> None:
 def test_bf16_on_the_cpu_is_computed_in_fp32_and_handed_back_in_bf16() -> None:
     q, k, v = (heads(21, seed=i).detach().bfloat16() for i in range(3))
     ours = segment_attention(q, k, v, LENGTHS, LENGTHS)
-    exact = F.scaled_dot_product_attention(
-        q.float(), k.float(), v.float(), attn_mask=dense(LENGTHS, LENGTHS)
-    )
+    exact = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=dense(LENGTHS, LENGTHS))
     assert ours.dtype is torch.bfloat16
     assert torch.equal(ours, exact.bfloat16()) or gap(ours, exact) < 0.005
 

@@ -101,7 +101,10 @@ UNPACKABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         *_timm("vit_relpos_small_patch16_224", pool="avg", init_values=None),
         "VisionTransformerRelPos with PatchEmbed",
     ),
-    "distillation token": (*_timm("deit_tiny_distilled_patch16_224"), "VisionTransformerDistilled with PatchEmbed"),
+    "distillation token": (
+        *_timm("deit_tiny_distilled_patch16_224"),
+        "VisionTransformerDistilled with PatchEmbed",
+    ),
     "DINOv3's rotary positions": (*_timm("vit_small_patch16_dinov3"), "RotaryEmbeddingDinoV3"),
     "open_clip's own attention": (*_native(qk_norm=True), "CustomResidualAttentionBlock"),
 }
