@@ -112,11 +112,17 @@ def write_encoder(
     seed: int = 1,
     model_cfg: Mapping[str, Any] = VISION,
     preprocess: Mapping[str, Any] = PREPROCESS,
+    weights: bool = True,
 ) -> Path:
-    """An open_clip folder with random weights, `local-dir:` material: by default a tiny ViT (28 px, 2 x 2 patches)."""
+    """An open_clip folder with random weights, `local-dir:` material: by default a tiny ViT (28 px, 2 x 2 patches).
+
+    weights: False = the description alone, for an encoder that starts random.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_cfg": {**model_cfg, "text_cfg": {}}, "preprocess_cfg": preprocess}
     (folder / "open_clip_config.json").write_text(json.dumps(config))
+    if not weights:
+        return folder
     torch.manual_seed(seed)
     visual = build_tower({"quick_gelu": False, **model_cfg})
     state = {f"visual.{name}": value.contiguous() for name, value in visual.state_dict().items()}

@@ -107,7 +107,8 @@ def table_at(table: Tensor, own: Grid, grids: Sequence[Grid]) -> Tensor:
 
     The table itself at its own grid; elsewhere interpolated (bicubic, antialiased, in fp32), also where only the count is equal.
     """
-    image = table.reshape(1, *own, -1).permute(0, 3, 1, 2).float()
+    # contiguous: torch 2.14's interpolation of a channels-last image is wrong where the result has one column
+    image = table.reshape(1, *own, -1).permute(0, 3, 1, 2).float().contiguous()
     resized: dict[Grid, Tensor] = {own: table}
     for grid in dict.fromkeys(grids):
         if grid not in resized:
@@ -159,18 +160,21 @@ def _check_rope(pieces: Pieces) -> None:
 
 
 def _pieces(visual: nn.Module) -> tuple[nn.Module, Pieces]:
-    trunk = getattr(visual, "trunk", None)
-    if isinstance(visual, VisionTransformer):
-        blocks = visual.transformer.resblocks
-        if all(isinstance(block, ResidualAttentionBlock) for block in blocks):
-            return visual, _OpenClip(visual)
-    elif isinstance(trunk, TimmVit) and isinstance(trunk.patch_embed, PatchEmbed):
-        return trunk, _Timm(trunk)
-    elif isinstance(trunk, Eva) and isinstance(trunk.rope, RotaryEmbeddingCat | None):
-        return trunk, _Eva(trunk)
+    """The module whose forward is replaced, and its pieces. A subclass may do more than its parent, so the very class must be known."""
+    tower: Any = getattr(visual, "trunk", visual)
+    if type(tower) is VisionTransformer:
+        if all(isinstance(block, ResidualAttentionBlock) for block in tower.transformer.resblocks):
+            return tower, _OpenClip(tower)
+    elif type(tower) is TimmVit and type(tower.patch_embed) is PatchEmbed:
+        return tower, _Timm(tower)
+    elif type(tower) is Eva and isinstance(tower.rope, RotaryEmbeddingCat | None):
+        return tower, _Eva(tower)
+    parts = [getattr(tower, "patch_embed", None), getattr(tower, "rope", None)]
+    parts += list(getattr(getattr(tower, "transformer", None), "resblocks", ()))[:1]
+    made_of = ", ".join(type(part).__name__ for part in parts if part is not None)
     raise ConfigError(
-        f"mmds.model.encoder: {type(trunk or visual).__name__} cannot run images of different sizes in one packed call; use resolution "
-        "fixed or anyres at the tower's own size, or a ViT, SigLIP, DINOv2, EVA or PE tower"
+        f"mmds.model.encoder: {type(tower).__name__}{f' with {made_of}' if made_of else ''} cannot run images of different sizes in one "
+        "packed call; use resolution fixed or anyres at the tower's own size, or a ViT, SigLIP, DINOv2, EVA or PE tower"
     )
 
 
