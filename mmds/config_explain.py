@@ -73,7 +73,7 @@ def _page(key: Key, path: KeyPath, document: Document | None) -> str:
     facts = {
         "meaning": key.doc,
         "type": "" if key.refused else type_text(key),
-        "default": "" if key.refused or (key.kind in ("object", "list") and key.keys) else default_text(key),
+        "default": "" if key.refused or (key.keys and key.default is None) else default_text(key),
         "only": f"{show(key.only[0])} may be written: {key.why}" if key.only else "",
         "later": f"{', '.join(key.later)}: not yet supported" if key.later else "",
         "refused": key.refused,

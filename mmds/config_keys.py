@@ -136,7 +136,7 @@ def _own_key(hint: Any, spec: dataclasses.Field[Any], path: str) -> Key:
     given: dict[str, Any] = {
         "path": path,
         "required": spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING,
-        "default": None if spec.default is dataclasses.MISSING else spec.default,
+        "default": _default(spec),
         "expands": held["path"],
         **{name: held[name] for name in ("doc", "least", "above", "most", "size", "later", "shorthand")},
     }
@@ -154,6 +154,13 @@ def _own_key(hint: Any, spec: dataclasses.Field[Any], path: str) -> Key:
     if origin is typing.Literal:
         return Key(kind="string", choices=args, **given)
     return Key(kind=_KINDS[hint], **given)
+
+
+def _default(spec: dataclasses.Field[Any]) -> Any:
+    """The default as it may be written in the file; a section that has one may be written as its name."""
+    if spec.default is dataclasses.MISSING:
+        return None
+    return spec.default.name if dataclasses.is_dataclass(spec.default) else spec.default
 
 
 def _own_keys(cls: Any, path: str) -> tuple[Key, ...]:

@@ -19,7 +19,9 @@ from mmds.jsonc import KeyPath, dotted, parse
 Blame = Callable[[KeyPath, str], ConfigError]
 
 # Objects that may be written as one string, which then is the value of their "name".
-SHORTHANDS: frozenset[KeyPath] = frozenset({("mmds", "stage"), ("mmds", "model", "decoder")})
+SHORTHANDS: frozenset[KeyPath] = frozenset(
+    {("mmds", "stage"), *(("mmds", "model", part) for part in ("connector", "decoder", "resolution"))}
+)
 _NULL_IS_A_VALUE: KeyPath = ("mmds", "stage", "rates")
 _SET_KEY = re.compile(r'"((?:[^"\\])*)"|([^."=]+)')
 

@@ -13,6 +13,7 @@ import pytest
 from small_config import SMALL, Write, writer
 
 from mmds.config import load_config, rows_per_step
+from mmds.config_types import ResolutionSection
 from mmds.errors import ConfigError
 
 
@@ -32,7 +33,7 @@ def test_a_small_file_becomes_typed_sections_with_the_documented_defaults(write:
     )
     assert (config.model.encoder.layer, config.model.encoder.norm) == (-2, False)
     assert (config.model.decoder.name, config.model.decoder.random) == ("some/decoder", False)
-    assert (config.model.resolution, config.model.positions) == ("fixed", "1d")
+    assert config.model.resolution == ResolutionSection(name="fixed") and config.model.positions == "1d"
     assert (config.data.on_bad_sample, config.data.on_long_sample, config.data.workers) == (
         "raise",
         "drop",

@@ -74,10 +74,6 @@ def test_names_of_other_trainers_are_answered_with_ours(
     "override",
     [
         'mmds.eval={"every": 5}',
-        "mmds.model.resolution=anyres",
-        "mmds.model.resolution=native",
-        "mmds.model.positions=mrope",
-        "mmds.model.connector=resampler",
         'zero_optimization.offload_optimizer={"device": "cpu", "nvme_path": "/disk"}',
         'zero_optimization.offload_param={"device": "nvme"}',
         "zero_optimization.zero_quantized_weights=true",

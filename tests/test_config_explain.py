@@ -39,7 +39,8 @@ def test_a_page_holds_path_type_unit_default_range_and_owner() -> None:
         "default": "null",
         "owner": "mmds",
     }
-    assert facts(explain("mmds.model.connector"))["later"] == "resampler: not yet supported"
+    assert facts(explain("mmds.model.resolution"))["default"] == '"fixed"'
+    assert "default" not in facts(explain("mmds.data"))
     assert facts(explain("mmds.stage.min_text_only"))["owner"].startswith("the stage table")
     assert facts(explain("gradient_clipping")) == {
         "meaning": "largest global gradient norm of a step; 0 = off",

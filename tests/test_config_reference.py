@@ -121,7 +121,12 @@ def test_the_schema_takes_what_load_config_takes(value: dict[str, Any], schema: 
 
 
 # What the schema cannot see, since it is said by two keys or by the stage table.
-BETWEEN_KEYS = {'mmds.data.mix[0].images="pictures"', 'mmds.stage.rates."decoder.*"=0.001'}
+BETWEEN_KEYS = {
+    'mmds.data.mix[0].images="pictures"',
+    'mmds.stage.rates."decoder.*"=0.001',
+    "mmds.model.connector.queries=9",
+    "mmds.model.resolution.min_pixels=784",
+}
 
 
 @pytest.mark.parametrize("row", range(len(refused.ROWS)), ids=refused.NAMES)

@@ -110,7 +110,16 @@ ROWS: list[tuple[KeyPath, Any, str]] = [
     (("mmds", "stage", "rates", "decoder.*"), 1e-3, "--set mmds.stage.max_decoder_rate=0.001"),
     (("mmds", "model", "decodr"), "some/decoder", '"decoder"'),
     (("mmds", "model", "connector"), "mlp3x", '"linear", "mlp2x", "merge_mlp"'),
-    (("mmds", "model", "resolution"), "anyres", "not yet supported"),
+    (("mmds", "model", "connector", "querys"), 9, '"queries"'),
+    (("mmds", "model", "connector", "queries"), 0, "at least 1"),
+    (("mmds", "model", "connector", "queries"), 9, "acts only with resampler"),
+    (("mmds", "model", "resolution"), "dynamic", '"fixed", "anyres", "native"'),
+    (("mmds", "model", "resolution", "max_tile"), 4, '"max_tiles"'),
+    (("mmds", "model", "resolution", "max_tiles"), 1, "at least 2"),
+    (("mmds", "model", "resolution", "fit"), "crop", '"resize", "pad"'),
+    (("mmds", "model", "resolution", "min_pixels"), 784, "acts only in resolution native"),
+    (("mmds", "model", "positions"), "2d", '"1d", "mrope"'),
+    ((*ENCODER, "rope"), 1, "true or false"),
     (("mmds", "model", "decoder", "randm"), True, '"random"'),
     ((*ENCODER, "layr"), -2, '"layer"'),
     ((*ENCODER, "pretraind"), "openai", '"pretrained"'),
@@ -198,6 +207,8 @@ def changed(path: KeyPath, value: Any, parts: Path) -> Any:
     whole["mmds"]["stage"] = {"name": "instruct"}
     whole["mmds"]["model"]["encoder"] = {"name": f"local-dir:{parts}"}
     whole["mmds"]["model"]["decoder"] = {"name": str(parts)}
+    whole["mmds"]["model"]["connector"] = {"name": "mlp2x"}
+    whole["mmds"]["model"]["resolution"] = {"name": "anyres"}
     whole["mmds"]["data"]["mix"][0]["path"] = str(parts)
     section: Any = whole
     for part in path[:-1]:

@@ -139,6 +139,11 @@ class Connector(nn.Module):
 
     def forward(self, features: Tensor, plans: Sequence[ImagePlan]) -> Tensor:
         """[P, c] of these images -> visual tokens [V, d] in the order of their slots. Raises SpliceError when the counts differ."""
+        patches = sum(plan.patches for plan in plans)
+        if features.shape[0] != patches:
+            raise SpliceError(
+                f"{features.shape[0]} patch features were given for {len(plans)} images whose plans have {patches} patches"
+            )
         tokens: Tensor = self.net(features, [plan.grid for plan in plans for _ in range(plan.pieces)])
         if self.separator is None:
             planned = sum(plan.visual_tokens for plan in plans)

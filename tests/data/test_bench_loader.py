@@ -55,7 +55,7 @@ def test_speed_and_stages_are_those_of_the_work(
     mixture: Mixture, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     sleep_before(monkeypatch, Mixture, "read", 0.02)
-    sleep_before(monkeypatch, row_maker_module, "load_image", 0.06)
+    sleep_before(monkeypatch, row_maker_module, "load_pieces", 0.06)
     sleep_before(monkeypatch, row_maker_module, "build_row", 0.04)
     speed = measure(loader_of(mixture, workers), workers=workers, rows=14)
     fastest = max(workers, 1) / 0.12

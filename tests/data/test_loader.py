@@ -266,7 +266,7 @@ def test_every_row_says_what_its_stages_took(
 ) -> None:
     delays = {"read": 0.03, "decode": 0.02, "collate": 0.05}
     after(monkeypatch, Mixture, "read", lambda *_: time.sleep(delays["read"]))
-    after(monkeypatch, row_maker_module, "load_image", lambda *_: time.sleep(delays["decode"]))
+    after(monkeypatch, row_maker_module, "load_pieces", lambda *_: time.sleep(delays["decode"]))
     after(monkeypatch, row_maker_module, "build_row", lambda *_: time.sleep(delays["collate"]))
     start = time.monotonic()
     steps = list(loader_of(mixture, workers=workers, steps=2))
@@ -441,7 +441,7 @@ def at_sample(monkeypatch: pytest.MonkeyPatch, key: str, action: Any) -> None:
 
 def at_picture(monkeypatch: pytest.MonkeyPatch, data: bytes, action: Any) -> None:
     """Run `action` when a picture is about to be decoded."""
-    after(monkeypatch, row_maker_module, "load_image", lambda given: action() if given == data else None)
+    after(monkeypatch, row_maker_module, "load_pieces", lambda given, *_: action() if given == data else None)
 
 
 def picture_of(mixture: Mixture, key: str, number: int) -> bytes:

@@ -24,7 +24,7 @@ def _sample(
         key=key,
         ids=np.array(ids, dtype=np.int32),
         supervised=mask,
-        images=tuple(np.full((3, size, size), value, dtype=np.uint8) for value in values),
+        images=tuple(np.full((1, 3, size, size), value, dtype=np.uint8) for value in values),
         image_sizes=tuple((40 + value, 30) for value in values),
         image_paths=tuple(f"{value}.png" for value in values),
     )
@@ -152,11 +152,11 @@ def _changed(sample: LoadedSample, **changes: object) -> LoadedSample:
         ({"supervised": np.array([False])}, "one length"),
         ({"ids": np.array([1, IMAGE_MARKER, -100], np.int32)}, "negative token id -100"),
         (
-            {"images": (np.zeros((3, 28, 14), np.uint8),)},
-            "image 0 \\(9.png\\).*planned uint8 \\(3, 28, 28\\)",
+            {"images": (np.zeros((1, 3, 28, 14), np.uint8),)},
+            "image 0 \\(9.png\\).*planned uint8 \\(1, 3, 28, 28\\)",
         ),
-        ({"images": (np.zeros((28, 28, 3), np.uint8),)}, "image 0"),
-        ({"images": (np.zeros((3, 28, 28), np.float32),)}, "float32"),
+        ({"images": (np.zeros((3, 28, 28), np.uint8),)}, "image 0"),
+        ({"images": (np.zeros((1, 3, 28, 28), np.float32),)}, "float32"),
         ({"image_sizes": ((0, 5),)}, "no content"),
     ],
 )

@@ -152,7 +152,7 @@ def test_row_lengths_are_those_of_the_rows_that_are_built(small: ShardSet) -> No
             key=stored.key,
             ids=stored.ids,
             supervised=stored.supervised,
-            images=tuple(load_image(data, height=28, width=28) for data in stored.image_bytes),
+            images=tuple(load_image(data, height=28, width=28)[None] for data in stored.image_bytes),
             image_sizes=stored.image_sizes,
             image_paths=stored.image_paths,
         )

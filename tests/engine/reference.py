@@ -26,13 +26,12 @@ def stock_nll(
         labels += [
             int(t) if s else -100 for t, s in zip(ids[start:place], supervised[start:place], strict=True)
         ]
-        pixels = (torch.from_numpy(picture)[None].float() / 255 - mean.view(1, 3, 1, 1)) / std.view(
-            1, 3, 1, 1
-        )
+        pixels = (torch.from_numpy(picture).float() / 255 - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1)
         tokens = visual._embeds(pixels)
         for block in visual.transformer.resblocks[: layer + 1]:
             tokens = block(tokens)
-        visual_tokens = connector(tokens[:, 1:])[0]
+        grid = tuple(side // visual.conv1.kernel_size[0] for side in pixels.shape[2:])
+        visual_tokens = connector(tokens[0, 1:], [grid])
         pieces.append(visual_tokens)
         labels += [-100] * visual_tokens.shape[0]
         start = place + 1

@@ -60,6 +60,8 @@ def row(*samples: tuple[int, int]) -> Row:
         slots=empty.slots,
         slot_counts=empty.slot_counts,
         pixels=empty.pixels,
+        plans=(),
+        dummy=empty.dummy,
         image_names=(),
         sample_keys=tuple(f"sample {token}" for token, _ in samples),
     )
@@ -90,7 +92,7 @@ def losses(ranks: Ranks) -> dict[str, float]:
         mine = rows[ranks.rank]
         engine = Engine(
             model,
-            frozen=lambda _: torch.zeros(1, 4, 4),  # type: ignore[arg-type]
+            frozen=lambda _: torch.zeros(4, 4),  # type: ignore[arg-type]
             groups=parameter_groups(model, {name: 1e-3 for name, _ in model.named_parameters()}, 0.0),
             ds_config=_config(zero, len(mine), ranks),
             ranks=ranks,

@@ -123,7 +123,7 @@ def llava_logits(model: LlavaForConditionalGeneration, sample: LoadedSample) -> 
         image_mean=tiny.PREPROCESS["mean"],
         image_std=tiny.PREPROCESS["std"],
     )
-    images = [torch.from_numpy(image) for image in sample.images]
+    images = [torch.from_numpy(image)[0] for image in sample.images]
     pixels = processor(images, return_tensors="pt")["pixel_values"] if images else None
     output = model(
         input_ids=torch.tensor([ids]),

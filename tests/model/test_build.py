@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def section(parts: Path, **changes: Any) -> ModelSection:
     encoder = EncoderSection(name=f"local-dir:{parts / 'encoder'}")
     decoder = DecoderSection(name=str(parts / "decoder"))
-    return replace(ModelSection(encoder=encoder, connector="mlp2x", decoder=decoder), **changes)
+    return replace(
+        ModelSection(encoder=encoder, connector=ConnectorSection(name="mlp2x"), decoder=decoder), **changes
+    )
 
 
 def equal(a: nn.Module, b: nn.Module) -> bool:
@@ -71,7 +74,7 @@ def test_the_source_is_the_sections_or_the_folder(parts: Path) -> None:
 def matching(parts: Path) -> ModelSection:
     """The section that describes the model folder."""
     name = json.loads((parts / "model" / "mmds.json").read_text())["encoder"]["name"]
-    return section(parts, encoder=EncoderSection(name=name), connector="merge_mlp")
+    return section(parts, encoder=EncoderSection(name=name), connector=ConnectorSection(name="merge_mlp"))
 
 
 def test_a_model_that_agrees_with_the_folder_may_be_repeated(parts: Path) -> None:
@@ -80,7 +83,14 @@ def test_a_model_that_agrees_with_the_folder_may_be_repeated(parts: Path) -> Non
 
 @pytest.mark.parametrize(
     ("key", "given"),
-    [("connector", "mlp2x"), ("encoder.name", "ViT-B-32"), ("encoder.layer", 0), ("encoder.norm", True)],
+    [
+        ("connector", ConnectorSection(name="mlp2x")),
+        ("encoder.name", "ViT-B-32"),
+        ("encoder.layer", 0),
+        ("encoder.norm", True),
+        ("encoder.rope", True),
+        ("positions", "mrope"),
+    ],
 )
 def test_a_model_that_contradicts_the_folder_is_refused_by_key_with_both_values(
     parts: Path, key: str, given: Any
@@ -90,7 +100,9 @@ def test_a_model_that_contradicts_the_folder_is_refused_by_key_with_both_values(
         model = replace(model, encoder=replace(model.encoder, **{key.removeprefix("encoder."): given}))
     else:
         model = replace(model, **{key: given})
-    with pytest.raises(ConfigError, match=f"mmds.model.{key} is {given!r}, but init_from .* holds"):
+    with pytest.raises(
+        ConfigError, match=f"mmds.model.{key} is {re.escape(repr(given))}, but init_from .* holds"
+    ):
         find_source(str(parts / "model"), model)
 
 
@@ -112,7 +124,7 @@ def test_parts_of_a_model_folder_are_its_weights_bit_for_bit_whatever_the_seed(p
         state = module.state_dict()
         assert set(stored) == set(state)
         assert all(torch.equal(state[name], stored[name]) for name in stored)
-    assert connector.name == "merge_mlp"
+    assert connector.section.name == "merge_mlp"
 
 
 def test_the_decoder_is_its_files_bit_for_bit_in_the_asked_dtype(parts: Path) -> None:

@@ -93,7 +93,7 @@ def block_and_norm(tower: Any, layer: int) -> tuple[nn.Module, nn.Module | None,
 
 
 def hooked_features(tower: nn.Module, pixels: Tensor, layer: int, *, norm: bool) -> Tensor:
-    """Features [N, g*g, c] caught by a hook in the tower's own forward pass on normalised pixels."""
+    """Features [P, c] caught by a hook in the tower's own forward pass on normalised pixels."""
     caught: list[Tensor] = []
     block, final, prefix = block_and_norm(tower, layer)
     handle = block.register_forward_hook(
@@ -104,8 +104,9 @@ def hooked_features(tower: nn.Module, pixels: Tensor, layer: int, *, norm: bool)
         handle.remove()
         features = caught[0]
         if features.dim() == 4:
-            return torch.stack([image.reshape(image.shape[0], -1).t() for image in features])
-        return (final(features) if norm and final is not None else features)[:, prefix:]
+            return torch.cat([image.reshape(image.shape[0], -1).t() for image in features])
+        whole = final(features) if norm and final is not None else features
+        return torch.cat([image[prefix:] for image in whole])
 
 
 def random_pixels(encoder: Encoder, images: int = 2) -> Tensor:
@@ -156,7 +157,7 @@ def test_only_the_planned_patches_leave_the_tower(
     plan = Geometry(mode="fixed", image_size=spec.image_size, patch_size=spec.patch_size).plan(640, 480)
     assert spec.patch_size == cell
     assert plan.patches == (spec.image_size // cell) ** 2
-    assert encoder(random_pixels(encoder, 3)).shape == (3, plan.patches, spec.width)
+    assert encoder(random_pixels(encoder, 3)).shape == (3 * plan.patches, spec.width)
 
 
 @pytest.mark.parametrize(

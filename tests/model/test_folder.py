@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from mmds.config_types import ConnectorSection, EncoderSection
+from mmds.config_types import ConnectorSection, EncoderSection, ResolutionSection
 from mmds.errors import CheckpointError
 from mmds.model.connector import Connector
 from mmds.model.decoder import Decoder
@@ -218,7 +218,14 @@ def test_the_description_survives_the_disk(models: dict[str, Mllm], tmp_path: Pa
     encoder = models["tied"].encoder
     assert encoder is not None
     description = Description(
-        encoder=encoder.spec, connector="merge_mlp", decoder_width=48, stage="align", dtype="bfloat16"
+        encoder=encoder.spec,
+        connector=ConnectorSection(name="resampler", queries=9),
+        resolution=ResolutionSection(name="native", min_pixels=784),
+        positions="1d",
+        max_pixels=50000,
+        decoder_width=48,
+        stage="align",
+        dtype="bfloat16",
     )
     description.write(tmp_path)
     assert read_description(tmp_path) == description

@@ -73,7 +73,7 @@ def test_the_filler_row_costs_exactly_zero_and_moves_nothing() -> None:
         decoder=Decoder(stock_model("llama")),
         encoder=None,
     )
-    total, _ = model(filler_row(GEOMETRY), torch.randn(1, 4, 4))
+    total, _ = model(filler_row(GEOMETRY), torch.randn(4, 4))
     total.backward()
     assert total.item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -125,8 +125,8 @@ def test_the_packed_sum_equals_the_sum_of_the_samples_alone() -> None:
         decoder=Decoder(stock_model("llama")),
         encoder=None,
     )
-    features = torch.randn(3, 4, 4)
-    images = [features[:1], features[:1], features[1:], features[:1]]
+    features = torch.randn(12, 4)
+    images = [features[:4], features[:4], features[4:], features[:4]]
     alone = [
         model(with_small_ids(build_row([sample], GEOMETRY)), image)[0]
         for sample, image in zip(samples, images, strict=True)
@@ -164,7 +164,7 @@ def test_a_random_decoder_scores_about_the_log_of_its_vocabulary() -> None:
         decoder=Decoder(llm),
         encoder=None,
     )
-    assert model(row, torch.zeros(1, 4, 4))[0].item() / row.supervised == pytest.approx(
+    assert model(row, torch.zeros(4, 4))[0].item() / row.supervised == pytest.approx(
         math.log(VOCABULARY), rel=0.02
     )
 
@@ -195,4 +195,4 @@ def test_copying_the_present_token_scores_badly_and_knowing_the_next_one_well(
         decoder=_Echo(ahead),  # type: ignore[arg-type]
         encoder=None,
     )
-    assert low <= model(row, torch.zeros(1, 4, 4))[0].item() / row.supervised <= high
+    assert low <= model(row, torch.zeros(4, 4))[0].item() / row.supervised <= high

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmds.config_types import ConnectorSection, EncoderSection, RecomputeSection
-from mmds.data.rows import IMAGE_MARKER, LoadedSample, Row, build_row, filler_row
+from mmds.config_types import ConnectorSection, EncoderSection, RecomputeSection, ResolutionSection
+from mmds.data.rows import IMAGE_MARKER, LoadedSample, build_row, filler_row
 from mmds.engine.assemble import set_recompute
 from mmds.errors import DataError, SpliceError
-from mmds.geometry import Geometry
+from mmds.geometry import Geometry, Grid
 from mmds.model.build import build_geometry
-from mmds.model.connector import Connector
+from mmds.model.connector import CONNECTORS, Connector
 from mmds.model.decoder import Decoder, load_llm
 from mmds.model.encoder import Encoder, EncoderSpec, build_encoder
 from mmds.model.mllm import FrozenEncoder, Mllm
@@ -28,6 +28,12 @@ from tests.model.llava import llava_step, same_mllm, stock_llava
 
 GEOMETRY = Geometry(mode="fixed", image_size=28, patch_size=14)
 CPU = torch.device("cpu")
+MODES = [
+    (resolution, connector)
+    for resolution in ("fixed", "anyres", "native")
+    for connector in CONNECTORS
+    if (resolution, connector) != ("anyres", "resampler")
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +48,19 @@ def make_encoder(folder: Path) -> Encoder:
     return build_encoder(EncoderSection(name=f"local-dir:{folder / 'encoder'}"))
 
 
-def make_model(folder: Path, *, connector: str = "mlp2x", trained_encoder: bool = True) -> Mllm:
+def make_geometry(folder: Path, connector: str, resolution: str = "fixed") -> Geometry:
+    section = ResolutionSection(name=resolution)
+    spec = make_encoder(folder).spec
+    return build_geometry(spec, ConnectorSection(name=connector), max_pixels=None, resolution=section)
+
+
+def make_model(
+    folder: Path, *, connector: str = "mlp2x", trained_encoder: bool = True, separator: bool = False
+) -> Mllm:
+    section = ConnectorSection(name=connector)
     torch.manual_seed(4)
     return Mllm(
-        connector=Connector(ConnectorSection(name=connector), encoder_width=32, decoder_width=48),
+        connector=Connector(section, encoder_width=32, decoder_width=48, separator=separator),
         decoder=Decoder(load_llm(str(folder / "decoder"), dtype=torch.float32)),
         encoder=make_encoder(folder) if trained_encoder else None,
     )
@@ -77,11 +92,11 @@ class _TagEncoder:
     """Stands in for an encoder: an image whose pixels are all k becomes patches that are all k."""
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        return pixels[:, :1, 0, :1].float().expand(-1, 4, 48).clone()
+        return pixels[:, :1, 0, 0].float().repeat_interleave(4, 0).expand(-1, 48)
 
 
 class _Pass(nn.Module):
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor, grids: Sequence[Grid]) -> Tensor:
         return features
 
 
@@ -93,7 +108,7 @@ def test_image_k_lands_in_the_slots_of_image_k_under_any_packing(seed: int, fold
     for i, pictures in enumerate((2, 0, 5, 1, 3, 2)):
         sample = tiny.random_sample(rng, GEOMETRY, key=f"s{i}", images=pictures, length=14)
         tags = range(tag, tag + pictures)
-        images = tuple(np.full((3, 28, 28), 10 * t, np.uint8) for t in tags)
+        images = tuple(np.full((1, 3, 28, 28), 10 * t, np.uint8) for t in tags)
         samples.append((replace(sample, images=images), list(tags)))
         tag += pictures
     order = rng.permutation(len(samples))
@@ -114,27 +129,37 @@ def test_image_k_lands_in_the_slots_of_image_k_under_any_packing(seed: int, fold
     assert torch.equal(got, torch.stack(expected))
 
 
-def broken(row: Row, folder: Path, change: Callable[[Tensor], Tensor], **fields: Any) -> str:
+def broken(folder: Path, change: Callable[[Tensor], Tensor], connector: str = "mlp2x", **fields: Any) -> str:
     """What the splice says when the features (or fields of the row) are changed."""
-    model = make_model(folder, trained_encoder=False)
-    features = torch.randn(row.pixels.shape[0], 4, 32)
+    row, _ = tiny.random_row(0, make_geometry(folder, connector), (1, 0, 2))
+    model = make_model(folder, connector=connector, trained_encoder=False)
+    features = torch.randn(4 * row.pixels.shape[0], 32)
     model.embed(row, features)
     with pytest.raises(SpliceError) as error:
         model.embed(replace(row, **fields), change(features))
     return str(error.value)
 
 
-def test_missing_surplus_and_misfitting_features_are_raised_with_the_images_named(folder: Path) -> None:
-    row, _ = tiny.random_row(0, GEOMETRY, (1, 0, 2))
-    assert "3 images have slots" in broken(row, folder, lambda f: f[:2])
-    assert "3 images have slots" in broken(row, folder, lambda f: torch.cat([f, f[:1]]))
-    misfit = broken(row, folder, lambda f: torch.cat([f, f[:, :1]], 1))
-    assert "sample r0s0 image 0 (r0s0-0.png): 4 slots" in misfit
-    assert "5 visual tokens" in misfit
-    shifted = broken(row, folder, lambda f: f, slot_counts=torch.tensor([4, 3, 5]))
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_missing_and_surplus_features_are_raised_with_both_counts(connector: str, folder: Path) -> None:
+    """Whatever the connector makes of them: merging could leave surplus features out, and the resampler makes as many of any."""
+    counts = "patch features were given for 3 images whose plans have 12 patches"
+    for change, given in (
+        (lambda f: f[:-4], 8),
+        (lambda f: f[:-1], 11),
+        (lambda f: torch.cat([f, f[:1]]), 13),
+        (lambda f: torch.cat([f, f[:4]]), 16),
+    ):
+        assert f"{given} {counts}" in broken(folder, change, connector)
+
+
+def test_slots_that_are_not_those_of_their_image_are_raised_with_the_image_named(folder: Path) -> None:
+    """Also where the totals agree."""
+    shifted = broken(folder, lambda f: f, slot_counts=torch.tensor([4, 3, 5]))
     assert "sample r0s2 image 0 (r0s2-0.png): 3 slots" in shifted
     assert "4 visual tokens" in shifted
-    assert "3 visual tokens" in broken(row, folder, lambda f: f[:, :3])
+    fewer = broken(folder, lambda f: f, slot_counts=torch.tensor([4, 4]))
+    assert "2 images have slots in this row, but 3 were encoded" in fewer
 
 
 @pytest.mark.parametrize("pictures", [(0, 0), (1,), (0, 2, 1)])
@@ -148,18 +173,22 @@ def test_every_part_runs_exactly_once_for_any_row(pictures: tuple[int, ...], fol
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("connector", ["linear", "mlp2x", "merge_mlp"])
+@pytest.mark.parametrize(("resolution", "connector"), MODES)
 def test_a_row_without_images_gives_exactly_zero_gradients_before_the_decoder(
-    connector: str, folder: Path
+    resolution: str, connector: str, folder: Path
 ) -> None:
-    model = make_model(folder, connector=connector)
-    row, samples = tiny.random_row(1, GEOMETRY, (0, 0, 0))
+    tiles = resolution == "anyres"
+    model = make_model(folder, connector=connector, separator=tiles)
+    row, _ = tiny.random_row(1, make_geometry(folder, connector, resolution), (0, 0, 0))
     loss, _ = model(row)
     loss.backward()
+    assert all(
+        p.grad is not None for p in model.parameters()
+    )  # every rank back-propagates through every part
     for name, grad in gradients(model).items():
         assert name.startswith("decoder.") or not grad.any(), name
-    text = make_model(folder, connector=connector, trained_encoder=False)
-    assert loss.item() == text(row, torch.randn(1, 4, 32))[0].item()
+    text = make_model(folder, connector=connector, trained_encoder=False, separator=tiles)
+    assert loss.item() == text(row, torch.randn(row.dummy.patches, 32))[0].item()
 
 
 def test_features_of_the_dummy_image_cannot_make_the_gradient_not_a_number(folder: Path) -> None:
@@ -167,7 +196,7 @@ def test_features_of_the_dummy_image_cannot_make_the_gradient_not_a_number(folde
     row, _ = tiny.random_row(1, GEOMETRY, (0, 0))
     for value in (torch.inf, torch.nan):
         model = make_model(folder, trained_encoder=False)
-        model(row, torch.full((1, 4, 32), value))[0].backward()
+        model(row, torch.full((4, 32), value))[0].backward()
         assert all(bool(g.isfinite().all()) for g in gradients(model).values())
 
 
@@ -182,7 +211,7 @@ def test_the_filler_row_runs_through_the_whole_model_and_costs_nothing(folder: P
 def test_features_are_given_exactly_when_the_encoder_is_outside(folder: Path) -> None:
     row, _ = tiny.random_row(1, GEOMETRY, (1,))
     with pytest.raises(ValueError, match="exactly when"):
-        make_model(folder)(row, torch.randn(1, 4, 32))
+        make_model(folder)(row, torch.randn(4, 32))
     with pytest.raises(ValueError, match="exactly when"):
         make_model(folder, trained_encoder=False)(row)
 
@@ -221,16 +250,16 @@ class _Overflowing(nn.Module):
         super().__init__()
         self.spec = spec
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, grids: Sequence[Grid] | None = None) -> Tensor:
         features = torch.ones(pixels.shape[0], 4, 32)
         features[pixels[:, 0, 0, 0] == 255, 2, 7] = torch.inf
-        return features
+        return features.flatten(0, 1)
 
 
 def white_corner(sample: LoadedSample, image: int) -> LoadedSample:
     images = [array.copy() for array in sample.images]
     for k, array in enumerate(images):
-        array[:, 0, 0] = 255 if k == image else 0
+        array[..., 0, 0] = 255 if k == image else 0
     return replace(sample, images=tuple(images))
 
 
@@ -246,13 +275,22 @@ def test_non_finite_features_are_named_by_sample_and_image_before_the_decoder(fo
     frozen(build_row([white_corner(first, 9), white_corner(second, 9)], GEOMETRY))
 
 
-@pytest.mark.parametrize("connector", ["mlp2x", "merge_mlp"])
-def test_planned_visual_tokens_are_those_that_the_network_makes(connector: str, folder: Path) -> None:
-    encoder = make_encoder(folder)
-    geometry = build_geometry(encoder.spec, ConnectorSection(name=connector), max_pixels=None)
-    model = make_model(folder, connector=connector)
-    row, _ = tiny.random_row(3, geometry, (1, 2))
-    plan = geometry.plan(640, 480)
-    assert row.slot_counts.tolist() == [plan.visual_tokens] * 3
-    assert encoder(row.pixels).shape[:2] == (3, plan.patches)
+@pytest.mark.parametrize(("resolution", "connector"), MODES)
+def test_planned_patches_and_visual_tokens_are_those_that_the_network_makes(
+    resolution: str, connector: str, folder: Path
+) -> None:
+    """TRAPS B34: counted at the encoder's and the connector's doors, for pictures of many sizes."""
+    geometry = make_geometry(folder, connector, resolution)
+    model = make_model(folder, connector=connector, separator=resolution == "anyres")
+    row, samples = tiny.random_row(3, geometry, (1, 2, 0, 3))
+    planned = [geometry.plan(*size) for sample in samples for size in sample.image_sizes]
+    seen: dict[str, Any] = {}
+    model.encoder.register_forward_hook(lambda _, inputs, output: seen.update(given=inputs[0], made=output))
+    model.connector.register_forward_hook(lambda _, inputs, output: seen.update(tokens=output))
     assert model.embed(row).shape == (row.input_ids.numel(), 48)
+    assert seen["given"].numel() == sum(plan.patches for plan in planned) * 3 * 14 * 14
+    assert seen["made"].shape == (sum(plan.patches for plan in planned), 32)
+    assert seen["tokens"].shape == (sum(plan.visual_tokens for plan in planned), 48)
+    assert row.slot_counts.tolist() == [plan.visual_tokens for plan in planned]
+    if resolution != "fixed":
+        assert len({plan.patches for plan in planned}) > 1
