@@ -45,14 +45,25 @@ class MultiAxisRotary:
 def rotary_module(llm: PreTrainedModel) -> nn.Module:
     """The one rotary module of a decoder. Raises ConfigError naming the family when there is none, or one for each kind of layer."""
     found = [module for name, module in llm.named_modules() if name.rpartition(".")[2] == "rotary_emb"]
-    buffers = [name for module in found for name, _ in module.named_buffers() if name.endswith("inv_freq")]
-    if len(found) != 1 or buffers != ["inv_freq"]:
+    buffers = {name for module in found for name, _ in module.named_buffers() if name.endswith("inv_freq")}
+    if len(found) != 1 or buffers - {"original_inv_freq"} != {"inv_freq"} or not _in_halves(found[0]):
         family = getattr(llm.config, "model_type", type(llm).__name__)
         raise ConfigError(
             f'mmds.model.positions: decoder family {family!r} has no rotary module that mrope can be given to; use "1d", or a Llama, '
             "Qwen2, Qwen3 or Mistral"
         )
     return found[0]
+
+
+def _in_halves(rotary: nn.Module) -> bool:
+    """Whether every frequency stands once in each half, as `_choose` takes them, and not twice side by side (Cohere)."""
+    frequencies = rotary.inv_freq
+    assert isinstance(frequencies, Tensor)
+    cos, _ = rotary(
+        frequencies.new_zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.int64, device=frequencies.device)
+    )
+    first, second = cos.chunk(2, dim=-1)
+    return torch.equal(first, second)
 
 
 def sections_of(config: Any, size: int) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmds.config_types import ConnectorSection, EncoderSection, RecomputeSection, ResolutionSection
-from mmds.data.rows import IMAGE_MARKER, LoadedSample, Row, build_row, filler_row
+from mmds.data.rows import IMAGE_MARKER, LoadedSample, build_row, filler_row
 from mmds.engine.assemble import set_recompute
 from mmds.errors import DataError, SpliceError
 from mmds.geometry import Geometry, Grid
