@@ -258,13 +258,10 @@ def native_size(height: int, width: int, *, factor: int, min_pixels: int, max_pi
     elif rows * columns * factor**2 < min_pixels:
         beta = math.sqrt(min_pixels / (height * width))
         rows, columns = math.ceil(height * beta / factor), math.ceil(width * beta / factor)
-    rows, columns, most = max(1, rows), max(1, columns), max_pixels // factor**2
-    if rows > columns:
-        columns = min(columns, most)
-        rows = min(rows, most // columns)
-    else:
-        rows = min(rows, most)
-        columns = min(columns, most // rows)
+    rows, columns = max(1, rows), max(1, columns)
+    while rows * columns * factor**2 > max_pixels:
+        taller = (rows, width) > (columns, height)  # where equal, the image's own longer side stays
+        rows, columns = (rows - 1, columns) if taller else (rows, columns - 1)
     return rows * factor, columns * factor
 
 

@@ -102,11 +102,13 @@ def load_sizes(
     height, width = (max(sides) for sides in zip(*sizes, strict=True))
 
     def read(image: ImageFile.ImageFile) -> list[npt.NDArray[np.uint8]]:
-        pixels, extent = _decode(image, data, height=height, width=width)
-        if square_fill is not None:
-            pixels = _squared(pixels, square_fill)
-            extent = (float(pixels.shape[0]), float(pixels.shape[1]))
+        # Padding needs whole pixels at the border, which a JPEG decoded at a fraction of its size may not have.
+        finest = max(image.size) if square_fill is not None else 0
+        pixels, extent = _decode(image, data, height=max(height, finest), width=max(width, finest))
         orientation = _orientation(image)
+        if square_fill is not None:
+            pixels = _squared(pixels, square_fill, orientation)
+            extent = (float(pixels.shape[0]), float(pixels.shape[1]))
         return [_upright(pixels, extent, orientation, size, interpolation) for size in sizes]
 
     return _with_image(data, max_pixels, read)
@@ -131,15 +133,22 @@ def _upright(
     return planes
 
 
-def _squared(pixels: npt.NDArray[np.uint8], fill: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-    """uint8 [H, W, 3] -> [S, S, 3], S = max(H, W), centred on the colour `fill`."""
+def _squared(
+    pixels: npt.NDArray[np.uint8], fill: tuple[int, int, int], orientation: int
+) -> npt.NDArray[np.uint8]:
+    """uint8 [H, W, 3] as stored -> [S, S, 3], S = max(H, W), centred on the colour `fill`.
+
+    Of an odd number of rows or columns the one to spare is below or to the right, once upright.
+    """
     height, width = pixels.shape[:2]
     side = max(height, width)
     if height == width:
         return pixels
     square = np.empty((side, side, 3), dtype=np.uint8)
     square[:] = fill
-    top, left = (side - height) // 2, (side - width) // 2
+    transposed, *flips = _UPRIGHT[orientation]
+    flipped_rows, flipped_columns = reversed(flips) if transposed else flips
+    top, left = (side - height + flipped_rows) // 2, (side - width + flipped_columns) // 2
     square[top : top + height, left : left + width] = pixels
     return square
 

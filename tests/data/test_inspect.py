@@ -23,8 +23,10 @@ from mmds.data.prepare import prepare
 from mmds.data.rows import IGNORE, Row, filler_row
 from mmds.data.shards import ShardSet
 from mmds.errors import ConfigError
+from mmds.geometry import Geometry, ImagePlan
 from mmds.inspect_page import render
 from mmds.planner import plan_lengths
+from tests import tiny
 from tests.data.raw_sets import GEOMETRY, chat_tokenizer, picture, record, talk, write_jsonl
 from tests.data.sample_run import write_run
 
@@ -112,7 +114,8 @@ def check_against(parsed: Parsed, row: Row) -> None:
     assert list(cells) == [t for t in range(len(ids)) if t not in slots]
     for t, cell in cells.items():
         assert int(cell["attrs"]["data-id"]) == ids[t]
-        assert int(cell["attrs"]["data-p"]) == int(row.position_ids[t])
+        axes = row.position_ids[..., t].reshape(-1).tolist()
+        assert [int(axis) for axis in cell["attrs"]["data-p"].split(",")] == axes
         assert ("s" in cell["attrs"]["class"].split()) == (labels[t] != IGNORE)
         predicted = labels[t + 1] if t + 1 < len(ids) and t + 1 not in bounds else IGNORE
         assert int(cell["attrs"].get("data-next", IGNORE)) == predicted
@@ -121,7 +124,7 @@ def check_against(parsed: Parsed, row: Row) -> None:
     sections = parsed.find("section")[: len(row.sample_keys)]
     assert [int(s["attrs"]["data-start"]) for s in sections] == bounds[:-1]
     assert [int(s["attrs"]["data-end"]) for s in sections] == bounds[1:]
-    figures, images = parsed.find("figure"), parsed.find("img")
+    figures, images = parsed.find("figure"), iter(parsed.find("img"))
     assert [int(f["attrs"]["data-slots"]) for f in figures] == row.slot_counts.tolist()
     covered = [
         t
@@ -129,14 +132,32 @@ def check_against(parsed: Parsed, row: Row) -> None:
         for t in range(int(f["attrs"]["data-t"]), int(f["attrs"]["data-t"]) + int(f["attrs"]["data-slots"]))
     ]
     assert covered == row.slots.tolist()
-    assert len(images) == len(row.image_names)
-    for image, pixels, name in zip(images, row.pixels, row.image_names, strict=True):
-        kind, data = image["attrs"]["src"].split(",")
-        assert kind == "data:image/png;base64"
-        decoded = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
-        assert np.array_equal(decoded, pixels.permute(1, 2, 0).numpy())
-        assert (int(image["attrs"]["height"]), int(image["attrs"]["width"])) == decoded.shape[:2]
-        assert image["attrs"]["alt"] == name
+    assert len(figures) == len(row.image_names)
+    start = 0
+    for plan, name in zip(row.plans, row.image_names, strict=True):
+        held = row.pixels[start : start + plan.pixel_shape[0]]
+        start += plan.pixel_shape[0]
+        for piece in as_seen(held, plan):
+            image = next(images)
+            kind, data = image["attrs"]["src"].split(",")
+            assert kind == "data:image/png;base64"
+            decoded = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+            assert np.array_equal(decoded, piece.permute(1, 2, 0).numpy())
+            assert (int(image["attrs"]["height"]), int(image["attrs"]["width"])) == decoded.shape[:2]
+            assert image["attrs"]["alt"] == name
+    assert next(images, None) is None
+
+
+def as_seen(held: torch.Tensor, plan: ImagePlan) -> list[torch.Tensor]:
+    """The pieces [3, H, W] of an image, patches laid side by side one after the other."""
+    if not plan.packed:
+        return list(held)
+    (rows, columns), side = plan.grid, plan.cell
+    whole = torch.zeros(3, rows * side, columns * side, dtype=torch.uint8)
+    for number, patch in enumerate(held):
+        top, left = side * (number // columns), side * (number % columns)
+        whole[:, top : top + side, left : left + side] = patch
+    return [whole]
 
 
 def test_the_page_shows_the_row_and_what_predicts_what(page: str, row: Row) -> None:
@@ -217,6 +238,43 @@ def test_the_last_slot_says_what_it_predicts(row: Row) -> None:
     captions = [e["text"] for e in parsed.find("figcaption")]
     assert f"(id {int(labels[slot + 1])})" in captions[-1]
     assert not any("predicts" in caption for caption in captions[:-1])
+
+
+ANYRES = Geometry(mode="anyres", image_size=28, patch_size=14, grids=((1, 2), (2, 1), (2, 2)))
+MROPE = Geometry(
+    mode="native",
+    image_size=0,
+    patch_size=14,
+    merge=2,
+    min_pixels=784,
+    max_pixels=12 * 784,
+    packed=True,
+    positions="mrope",
+)
+
+
+def test_the_page_of_tiles_shows_the_overview_and_each_tile() -> None:
+    row, _ = tiny.random_row(4, ANYRES, (2, 0, 1))
+    parsed = Parsed(render(row, TOKENIZER, title="t", place="p", row_tokens=999))
+    check_against(parsed, row)
+    assert len(parsed.find("img")) == sum(plan.pieces for plan in row.plans) > len(row.plans)
+    captions = [e["text"] for e in parsed.find("figcaption")]
+    for caption, plan in zip(captions, row.plans, strict=True):
+        assert f"an overview and {plan.pieces - 1} tiles of 28 x 28 pixels" in caption
+        assert f"become {plan.visual_tokens} slots" in caption
+
+
+def test_the_page_of_native_images_shows_them_whole_and_positions_of_three_axes() -> None:
+    row, _ = tiny.random_row(4, MROPE, (1, 0, 2))
+    parsed = Parsed(render(row, TOKENIZER, title="t", place="p", row_tokens=999))
+    check_against(parsed, row)
+    captions = [e["text"] for e in parsed.find("figcaption")]
+    slots = row.slots.split(row.slot_counts.tolist())
+    for caption, plan, places in zip(captions, row.plans, slots, strict=True):
+        assert f"{plan.width} x {plan.height} pixels become {plan.visual_tokens} slots" in caption
+        first, last = (",".join(map(str, row.position_ids[:, t].tolist())) for t in (places[0], places[-1]))
+        assert f"position ids {first}\u2013{last}" in caption
+    assert all(cell["attrs"]["data-p"].count(",") == 2 for cell in parsed.cells)
 
 
 # In a browser.

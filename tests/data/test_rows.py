@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from mmds.data.rows import IGNORE, IMAGE_MARKER, LoadedSample, Row, build_row, filler_row
 from mmds.errors import DataError
 from mmds.geometry import Geometry
+from tests import tiny
 
 GEOMETRY = Geometry(mode="fixed", image_size=28, patch_size=14, merge=1)  # 4 visual tokens an image
 SLOTS = 4
@@ -183,3 +185,89 @@ def test_building_a_row_changes_no_sample() -> None:
     assert sample.ids.tolist() == [5, IMAGE_MARKER, 6]
     assert int(sample.images[0].max()) == 1
     assert isinstance(row, Row)
+
+
+# Other modes: a geometry decides what an image becomes, and the row follows it.
+
+ANYRES = Geometry(mode="anyres", image_size=28, patch_size=14, grids=((1, 2), (2, 1), (2, 2)))
+NATIVE = Geometry(
+    mode="native", image_size=0, patch_size=14, merge=2, min_pixels=784, max_pixels=12 * 784, packed=True
+)
+MROPE = replace(NATIVE, positions="mrope")
+by_mode = pytest.mark.parametrize("geometry", [ANYRES, NATIVE, MROPE], ids=["anyres", "native", "mrope"])
+
+
+@by_mode
+def test_slots_plans_and_pixels_follow_each_image_s_own_size(geometry: Geometry) -> None:
+    """The row against a walk through its samples, marker by marker."""
+    row, samples = tiny.random_row(5, geometry, (2, 0, 1, 3))
+    ids, slots, counts, plans, pixels, names = [], [], [], [], [], []
+    for sample in samples:
+        image = 0
+        for token in sample.ids.tolist():
+            if token != IMAGE_MARKER:
+                ids.append(token)
+                continue
+            plan = geometry.plan(*sample.image_sizes[image])
+            slots += range(len(ids), len(ids) + plan.visual_tokens)
+            ids += [0] * plan.visual_tokens
+            counts.append(plan.visual_tokens)
+            plans.append(plan)
+            pixels += list(sample.images[image])
+            names.append(f"sample {sample.key} image {image} ({sample.image_paths[image]})")
+            image += 1
+        assert image == len(sample.images)
+    assert row.input_ids.tolist() == ids
+    assert row.slots.tolist() == slots and row.slot_counts.tolist() == counts
+    assert row.plans == tuple(plans) and len(set(counts)) > 2
+    assert np.array_equal(row.pixels.numpy(), np.stack(pixels))
+    assert row.image_names == tuple(names)
+    assert row.visual_tokens == sum(counts)
+    assert row.real_tokens == len(ids) == int(row.cu_seqlens[-1])
+    assert (row.labels[row.slots] == IGNORE).all()
+    assert sum(np.prod(plan.pixel_shape) for plan in row.plans) == row.pixels.numel()
+
+
+@by_mode
+def test_rows_without_images_and_the_filler_hold_the_smallest_input_as_dummy(geometry: Geometry) -> None:
+    text = build_row([_sample("a", [1, 2, 3], [1])], geometry)
+    for row, tokens in ((text, 3), (filler_row(geometry), 1), (build_row([], geometry), 1)):
+        assert row.plans == () and row.slots.numel() == row.visual_tokens == 0
+        assert row.dummy == geometry.dummy
+        assert row.pixels.shape == (0, *row.dummy.pixel_shape[1:])
+        assert row.position_ids.shape == ((3, tokens) if geometry.positions == "mrope" else (tokens,))
+    assert row.padded == 1 and row.labels.tolist() == [IGNORE]
+    smallest = {"anyres": (1, 3, 28, 28), "native": (4, 3, 14, 14)}[geometry.mode]
+    assert text.dummy.pixel_shape == smallest
+
+
+@pytest.mark.parametrize(
+    ("geometry", "size", "planned"),
+    [
+        (ANYRES, (50, 20), (3, 3, 28, 28)),
+        (NATIVE, (57, 29), (8, 3, 14, 14)),
+        (MROPE, (57, 29), (8, 3, 14, 14)),
+    ],
+)
+def test_pixels_of_another_plan_are_refused_with_the_planned_shape(
+    geometry: Geometry, size: tuple[int, int], planned: tuple[int, ...]
+) -> None:
+    """Such as those of the same image on its side, or of one piece of it."""
+    good = _sample("k", [1, IMAGE_MARKER, 2], [2], values=[9])
+    good = _changed(good, image_sizes=(size,), images=(np.zeros(planned, np.uint8),))
+    assert build_row([good], geometry).plans[0].pixel_shape == planned
+    for wrong in ((1, *planned[1:]), (planned[0] + 1, *planned[1:]), (1, 3, 28, 56), planned[1:]):
+        with pytest.raises(DataError, match=r"sample k image 0 \(9\.png\): pixels are uint8") as caught:
+            build_row([_changed(good, images=(np.zeros(wrong, np.uint8),))], geometry)
+        assert f"planned uint8 {planned} from a source of {size[0]} x {size[1]}" in str(caught.value)
+
+
+def test_positions_have_three_axes_only_with_mrope() -> None:
+    (row, _), (same, _) = (tiny.random_row(5, geometry, (2, 0, 1, 3)) for geometry in (NATIVE, MROPE))
+    lengths = np.diff(row.cu_seqlens.numpy())
+    assert row.position_ids.tolist() == [t for length in lengths.tolist() for t in range(length)]
+    assert same.position_ids.shape == (3, row.input_ids.numel())
+    # Text that no image came before counts on all axes like one axis.
+    first = int(same.slots[0])
+    assert same.position_ids[:, :first].tolist() == [list(range(first))] * 3
+    assert len({tuple(axis) for axis in same.position_ids.tolist()}) == 3
