@@ -218,7 +218,9 @@ class ModelSection:
     decoder: DecoderSection = field(metadata=about("language model: its name, or an object", shorthand=True))
     resolution: ResolutionSection = field(
         default=FIXED,
-        metadata=about("image size -> encoder input: a mode, or an object; without it, fixed", shorthand=True),
+        metadata=about(
+            "image size -> encoder input: a mode, or an object; without it, fixed", shorthand=True
+        ),
     )
     positions: Literal["1d", "mrope"] = field(
         default="1d",

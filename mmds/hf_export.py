@@ -1,6 +1,6 @@
 """Write a model folder as one of transformers' LLaVA, with its processor, so that transformers and vLLM serve it.
 
-Weights pass one tensor at a time. The vocabulary gets `<image>`, which marks where an image's features go; the rows that were there
+Weights pass one tensor at a time; adapters that the decoder was kept with are merged into them. The vocabulary gets `<image>`, which marks where an image's features go; the rows that were there
 stay as they are, bit for bit.
 """
 
@@ -40,6 +40,7 @@ from mmds.model.folder import (
 )
 from mmds.model.llava_names import TOWER, joint_rules, text_rule, tower_rules
 from mmds.model.llava_template import IMAGE, processor_template, render
+from mmds.model.lora import stored_adapters
 
 _ROWS = 64
 """A grown embedding table has a multiple of this many rows, as the published models' tables have."""
@@ -133,8 +134,12 @@ def _tensors(
         raise CheckpointError(
             f"{folder}: " + "; ".join(f"{what} {', '.join(found[:4])}" for what, found in (("missing:", missing), ("without a name in LLaVA:", surplus)) if found)
         )  # fmt: skip
+    adapters = stored_adapters(folder / "decoder")
     for rule in rules:
         value = stored[rule.ours]()
+        if adapters is not None and rule.ours.startswith("decoder.llm."):
+            module = rule.ours.removeprefix("decoder.llm.").removesuffix(".weight")
+            value = adapters.merged(module, value)
         if rule.ours in tables:
             value = grown(value, rows)
         for theirs, part in zip(rule.theirs, rule.to_theirs(value), strict=True):

@@ -10,8 +10,9 @@ from typing import Any
 import open_clip
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, CohereConfig, Gemma2Config, GPT2Config, PhiConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, Gemma2Config, GPT2Config, PhiConfig
 
 from mmds.config_types import FIXED, ConnectorSection, EncoderSection, ResolutionSection
 from mmds.errors import CheckpointError
@@ -101,6 +102,22 @@ def test_the_reloaded_model_says_what_chat_says(case: str, tmp_path: Path) -> No
     for images in (pictures(1), pictures(2, seed=3), pictures(0)):
         ours, theirs = ask_mmds(assistant, images), ask_transformers(tmp_path / "hf", images)
         assert_same(ours, theirs, image_token=done.image_token)
+
+
+def test_kept_adapters_are_merged_into_what_goes_out(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    plain = ask_mmds(load_assistant(folder), pictures(1))
+    llm = AutoModelForCausalLM.from_pretrained(folder / "decoder")
+    tuned = get_peft_model(llm, LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "up_proj"]))
+    excite(tuned.base_model.model.model.layers)  # B is zero at first
+    kept = folder / "decoder" / "adapter"
+    tuned.save_pretrained(kept)
+    tuned.unload().save_pretrained(folder / "decoder")
+    assistant = load_assistant(folder)
+    done = export_hf(folder, tmp_path / "hf")
+    ours, theirs = ask_mmds(assistant, pictures(1)), ask_transformers(tmp_path / "hf", pictures(1))
+    assert_same(ours, theirs, image_token=done.image_token)
+    assert not torch.allclose(ours.logits, plain.logits)
 
 
 @pytest.mark.parametrize("shape", [(28, 28), (90, 41), (40, 130)])
