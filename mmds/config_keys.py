@@ -158,9 +158,10 @@ def _own_key(hint: Any, spec: dataclasses.Field[Any], path: str) -> Key:
 
 def _default(spec: dataclasses.Field[Any]) -> Any:
     """The default as it may be written in the file; a section that has one may be written as its name."""
-    if spec.default is dataclasses.MISSING:
+    default: Any = spec.default
+    if default is dataclasses.MISSING:
         return None
-    return spec.default.name if dataclasses.is_dataclass(spec.default) else spec.default
+    return default.name if dataclasses.is_dataclass(default) else default
 
 
 def _own_keys(cls: Any, path: str) -> tuple[Key, ...]:

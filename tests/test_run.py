@@ -139,12 +139,15 @@ def mean_nll(folder: Path, runs: Runs, samples: list[LoadedSample]) -> float:
     encoder.load_state_dict(weights(folder, "encoder"))
     connector = nn.ModuleDict({"up": nn.Linear(32, 48), "down": nn.Linear(48, 48)})
     connector.load_state_dict({n.removeprefix("net."): v for n, v in weights(folder, "connector").items()})
-    join = nn.Sequential(connector["up"], nn.GELU(), connector["down"])
+    project = nn.Sequential(connector["up"], nn.GELU(), connector["down"])
     llm = stock_llm(str(folder / "decoder"))
     mean, std = torch.tensor(spec["mean"]), torch.tensor(spec["std"])
     with torch.no_grad():
         nll = [
-            stock_nll(llm, encoder.visual, join, s, layer=spec["layer"], mean=mean, std=std) for s in samples
+            stock_nll(
+                llm, encoder.visual, lambda x, _: project(x), s, layer=spec["layer"], mean=mean, std=std
+            )
+            for s in samples
         ]
     return float(torch.stack(nll).sum()) / sum(int(s.supervised[1:].sum()) for s in samples)
 

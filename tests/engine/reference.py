@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,19 @@ from mmds.data.rows import IMAGE_MARKER, LoadedSample
 
 
 def stock_nll(
-    llm: nn.Module, visual: nn.Module, connector: nn.Module, sample: LoadedSample, *, layer: int, mean, std
+    llm: nn.Module,
+    visual: nn.Module,
+    connector: Callable[[Tensor, Sequence[tuple[int, int]]], Tensor],
+    sample: LoadedSample,
+    *,
+    layer: int,
+    mean,
+    std,
 ) -> Tensor:
-    """Sum of NLL of one sample: embeddings joined piece by piece with torch.cat, stock transformers forward, cross_entropy."""
+    """Sum of NLL of one sample: embeddings joined piece by piece with torch.cat, stock transformers forward, cross_entropy.
+
+    connector: features [patches, c] of one picture and its grid -> visual tokens [V, d].
+    """
     embed = llm.get_input_embeddings()
     pieces, labels, start = [], [], 0
     ids = torch.from_numpy(sample.ids.astype("int64"))
