@@ -12,7 +12,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, Gemma2Config, GPT2Config, PhiConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    PhiConfig,
+)
 
 from mmds.config_types import FIXED, ConnectorSection, EncoderSection, ResolutionSection
 from mmds.errors import CheckpointError
