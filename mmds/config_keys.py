@@ -161,7 +161,7 @@ def _default(spec: dataclasses.Field[Any]) -> Any:
     default: Any = spec.default
     if default is dataclasses.MISSING:
         return None
-    return default.name if dataclasses.is_dataclass(default) else default
+    return getattr(default, "name", None) if dataclasses.is_dataclass(default) else default
 
 
 def _own_keys(cls: Any, path: str) -> tuple[Key, ...]:

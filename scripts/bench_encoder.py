@@ -2,8 +2,8 @@
 
     python scripts/bench_encoder.py
 
-The same tower with the same weights runs the same patches twice: with attention inside each image, as mmds does, and with a boolean mask
-[T, T] for scaled_dot_product_attention, as packing is done without it. The tower has the width of a ViT-B/16 and --layers of its blocks:
+The same tower with the same weights runs the same patches twice: with attention inside each image, as mmds does, and with a mask [T, T] for
+scaled_dot_product_attention, as packing is done without it. The tower is that of --model (by default a small one, 384 wide) with --layers of its blocks:
 a block costs what every other costs, so the ratio does not depend on their number. The ways take turns; the best of --rounds counts.
 Peak memory is what the process grows by during the call (Linux).
 """
@@ -31,7 +31,7 @@ from mmds.geometry import Grid
 from mmds.model import packed_tower
 from mmds.model.encoder import Encoder, build_encoder
 
-SIZES = (224, 896)
+SIZES = (224, 560)
 """Least and largest side of an image in pixels."""
 
 
@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="ViT-B-16-SigLIP", help="an open_clip name with a timm ViT")
+    parser.add_argument(
+        "--model", default="ViT-S-16", help="an open_clip name of a tower without rotary positions"
+    )
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=1)
@@ -99,9 +101,12 @@ def masked(encoder: Encoder, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
 
 
 def dense_mask(*, lengths: Sequence[int], rotate: object = None) -> Tensor:
-    """bool [T, T], True inside each image."""
+    """fp32 [T, T], 0 inside each image and minus infinity elsewhere, which every tower adds to its scores."""
+    assert rotate is None, "the dense call has no rotary positions"
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    return numbers[:, None] == numbers[None]
+    return torch.zeros(len(numbers), len(numbers)).masked_fill_(
+        numbers[:, None] != numbers[None], float("-inf")
+    )
 
 
 Way = Callable[[Encoder, Tensor, Sequence[Grid]], Tensor]
