@@ -31,7 +31,7 @@ from mmds.geometry import Grid
 from mmds.model import packed_tower
 from mmds.model.encoder import Encoder, build_encoder
 
-SIZES = (224, 560)
+SIZES = (224, 896)
 """Least and largest side of an image in pixels."""
 
 
@@ -96,17 +96,18 @@ def packed(encoder: Encoder, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
 
 def masked(encoder: Encoder, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
     """The same call with a dense mask wherever mmds hands on segments."""
-    with patch.object(packed_tower, "Segments", dense_mask):
+    with patch.object(packed_tower, "Segments", DenseMask):
         return packed(encoder, pixels, grids)
 
 
-def dense_mask(*, lengths: Sequence[int], rotate: object = None) -> Tensor:
-    """fp32 [T, T], 0 inside each image and minus infinity elsewhere, which every tower adds to its scores."""
-    assert rotate is None, "the dense call has no rotary positions"
-    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    return torch.zeros(len(numbers), len(numbers)).masked_fill_(
-        numbers[:, None] != numbers[None], float("-inf")
-    )
+class DenseMask:
+    """In the place of `Segments`: a mask [T, T], 0 inside each image and minus infinity elsewhere, which every tower adds to its scores."""
+
+    def __new__(cls, *, lengths: Sequence[int], rotate: object = None) -> Tensor:  # type: ignore[misc]
+        assert rotate is None, "the dense call has no rotary positions"
+        numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        apart = numbers[:, None] != numbers[None]
+        return torch.zeros(apart.shape).masked_fill_(apart, float("-inf"))
 
 
 Way = Callable[[Encoder, Tensor, Sequence[Grid]], Tensor]
