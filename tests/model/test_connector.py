@@ -249,5 +249,8 @@ def test_a_row_without_tiles_gives_the_separator_a_gradient_of_zero() -> None:
 
 def test_tiles_that_were_not_planned_are_refused_with_both_counts() -> None:
     connector = Connector(ConnectorSection(name="linear"), encoder_width=8, decoder_width=12, separator=True)
-    with pytest.raises(SpliceError, match="13 tokens of the pieces of 1 images, 12 are planned"):
+    with pytest.raises(SpliceError, match="13 patch features were given for 1 images whose plans have 12"):
         connector(torch.randn(13, 8), tiled([(56, 28)]))
+    connector.net.register_forward_hook(lambda _, inputs, tokens: torch.cat([tokens, tokens[:1]]))
+    with pytest.raises(SpliceError, match="13 tokens of the pieces of 1 images, 12 are planned"):
+        connector(torch.randn(12, 8), tiled([(56, 28)]))
