@@ -81,8 +81,8 @@ def read(path: Path) -> bytes:
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
     try:
-        main()
+        with torch.no_grad():
+            main()
     except MmdsError as error:
         sys.exit(f"{type(error).__name__}: {error}")
