@@ -7,7 +7,6 @@ communication buffers and the CUDA context are not in it. Letters as in `cost`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,8 +118,9 @@ def _connector(shape: ModelShape, training: Training) -> Terms:
 
 
 def _features(shape: ModelShape) -> Terms:
-    """The encoder's features, which a recomputed connector keeps."""
-    return Terms(patches=HALF * next(linear.inputs for linear in shape.connector.linears))
+    """The encoder's features, which a recomputed connector keeps; a merging linear reads merge x merge of them as one."""
+    first = shape.connector.linears[0]
+    return Terms(patches=HALF * first.inputs / (shape.connector.merge**2 if first.per == "merged" else 1))
 
 
 def _decoder(shape: DecoderShape, training: Training, every: int) -> tuple[Terms, Terms]:
@@ -191,7 +191,9 @@ def state_bytes(
     if (offload_weights and (zero_stage < 3 or not offload_optimizer)) or (
         offload_optimizer and not zero_stage
     ):
-        raise ValueError("weights are offloaded at ZeRO-3 together with the optimizer, its states from ZeRO-1 on")
+        raise ValueError(
+            "weights are offloaded at ZeRO-3 together with the optimizer, its states from ZeRO-1 on"
+        )
     node = ranks if ranks_per_node is None else ranks_per_node
     nodes = max(1, ranks // node)
     if zero_stage == 0:

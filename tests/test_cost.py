@@ -142,9 +142,7 @@ def test_a_row_costs_what_its_samples_cost_computed_all_at_once() -> None:
         for _ in range(1000)
     ]
     each = [row_sums(patches=p, segments=[t], supervised=t // 3) for p, t in samples]
-    arrays = Sums(
-        **{field.name: np.array([getattr(s, field.name) for s in each]) for field in fields(Sums)}
-    )
+    arrays = Sums(**{field.name: np.array([getattr(s, field.name) for s in each]) for field in fields(Sums)})
     model = cost_model(SHAPE, TRAINED, recompute=RecomputeSection())
     together = model.flops(arrays)
     assert together.encoder.dtype == np.float64

@@ -286,7 +286,9 @@ def training_of(
     def matrices(part: str, module: nn.Module) -> dict[int, bool]:
         """Whether each of its matrices trains, by the identity of the parameter."""
         trains: dict[int, bool] = {}
-        for name, p in module.named_parameters(remove_duplicate=False):  # a tied matrix has two names, one of them in `rates`
+        for name, p in module.named_parameters(
+            remove_duplicate=False
+        ):  # a tied matrix has two names, one of them in `rates`
             if p.dim() > 1:
                 trains[id(p)] = trains.get(id(p), False) or f"{part}.{name}" in trained
         return trains
@@ -303,7 +305,9 @@ def training_of(
     )
 
 
-def _trained_blocks(trains: Mapping[int, bool], blocks: Sequence[nn.Module], apart: Iterable[int] = ()) -> int:
+def _trained_blocks(
+    trains: Mapping[int, bool], blocks: Sequence[nn.Module], apart: Iterable[int] = ()
+) -> int:
     """Blocks from the last to the first trained one; WHOLE when a matrix outside of the blocks, and not `apart`, trains."""
     inside: set[int] = set()
     first = len(blocks)

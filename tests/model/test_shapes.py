@@ -29,7 +29,7 @@ from mmds.model.shapes import decoder_layers, decoder_shape, encoder_shape, mode
 from tests import tiny
 from tests.model.families import BY_DEEPSPEED, FAMILIES
 
-EXACT, RECOMPUTED = 1e-3, 1e-2
+EXACT, RECOMPUTED = 1e-4, 1e-3  # ten times tighter than promised: in a tiny tower a class token is as little
 PICTURES = (1, 0, 2)
 FIXED = ResolutionSection(name="fixed")
 MODES = {
@@ -136,9 +136,7 @@ class Net:
         self._freeze()
         inside = encoder if training.encoder else None
         self.mllm = Mllm(connector=self.connector, decoder=Decoder(self.llm), encoder=inside).train()
-        self.row = (
-            tiny.random_row(7, self.geometry, pictures)[0] if pictures else filler_row(self.geometry)
-        )
+        self.row = tiny.random_row(7, self.geometry, pictures)[0] if pictures else filler_row(self.geometry)
 
     def _freeze(self) -> None:
         training = self.training
@@ -205,12 +203,13 @@ def test_flops_equal_the_counted(
     assert net.expected() == pytest.approx(net.counted(), rel=EXACT)
 
 
+# The resampler's tokens have no rows to lay tiles side by side: refused with anyres.
+WAYS = [(m, c) for m in MODES for c in CONNECTORS if (m, c) != ("anyres", "resampler")]
+
+
 @pytest.mark.parametrize("stage", TRAININGS)
-@pytest.mark.parametrize("connector", CONNECTORS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "connector"), WAYS)
 def test_every_mode_and_connector(mode: str, connector: str, stage: str, towers: dict[str, Path]) -> None:
-    if mode == "anyres" and connector == "resampler":
-        pytest.skip("refused: the resampler's tokens have no rows")
     encoder = make_encoder(towers, "open_clip ViT")
     net = Net(encoder, qwen2(), TRAININGS[stage], connector=connector, resolution=MODES[mode])
     assert net.expected() == pytest.approx(net.counted(), rel=EXACT)
@@ -219,9 +218,7 @@ def test_every_mode_and_connector(mode: str, connector: str, stage: str, towers:
 @pytest.mark.parametrize("connector", ["merge_mlp", "resampler"])
 @pytest.mark.parametrize("tower", ["timm ViT", "timm ViT, registers", "timm EVA"])
 def test_packed_towers(tower: str, connector: str, towers: dict[str, Path]) -> None:
-    net = Net(
-        make_encoder(towers, tower), qwen2(), TRAINED, connector=connector, resolution=MODES["native"]
-    )
+    net = Net(make_encoder(towers, tower), qwen2(), TRAINED, connector=connector, resolution=MODES["native"])
     assert net.expected() == pytest.approx(net.counted(), rel=EXACT)
 
 
@@ -254,15 +251,14 @@ def test_parts_that_train_partly(name: str, towers: dict[str, Path]) -> None:
     assert net.expected() == pytest.approx(net.counted(), rel=EXACT)
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("checkpoint", ["non_reentrant", "deepspeed"])
-@pytest.mark.parametrize("connector", ["linear", "mlp2x", "merge_mlp", "resampler"])
+RECOMPUTING = [("non_reentrant", c, n) for c in ("linear", "mlp2x", "merge_mlp", "resampler") for n in (1, 2)]
+
+
+@pytest.mark.parametrize(("checkpoint", "connector", "every"), [*RECOMPUTING, ("deepspeed", "mlp2x", 1)])
 @pytest.mark.parametrize("stage", TRAININGS)
 def test_recomputation(
     stage: str, connector: str, checkpoint: str, every: int, towers: dict[str, Path]
 ) -> None:
-    if checkpoint == "deepspeed" and (every == 2 or connector != "mlp2x"):
-        pytest.skip("one case is enough")
     net = Net(make_encoder(towers, "open_clip ViT"), qwen2(), TRAININGS[stage], connector=connector)
     recompute = RecomputeSection(encoder=every, connector=1, decoder=every)
     early = checkpoint == "non_reentrant"
