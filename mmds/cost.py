@@ -206,13 +206,15 @@ def connector_terms(
 
     Forward: 2 x weights of each linear for each patch, merged patch (n / merge^2) or query, and 4 H D for each pair of a query and a patch.
     Passes: one more where the weights train, one more where the gradient of the input is needed: not by linears that read the features
-    of a frozen encoder. (A frozen resampler under a trained encoder is counted a little too high: its fixed queries need no gradient.)
+    of a frozen encoder, except under DeepSpeed's checkpoint, which makes that gradient though nobody reads it. (A frozen
+    resampler under a trained encoder is counted a little too high: its fixed queries need no gradient.)
     """
     back = training.into_decoder
     cross = shape.cross_attention * shape.queries * 2
+    unread = bool(every) and not stops_early and training.connector
     totals = {"patch": 0.0, "merged": 0.0, "query": 0.0}
     for index, linear in enumerate(shape.linears):
-        through = training.encoder > 0 if linear.first else back
+        through = training.encoder > 0 or unread if linear.first else back
         passes = 1 + training.connector + through
         skipped = stops_early and index == len(shape.linears) - 1
         totals[linear.per] += linear.size * (passes + (bool(every) and back and not skipped))
