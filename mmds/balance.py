@@ -23,9 +23,8 @@ Samples = tuple[int, ...]
 
 FILL = 0.97  # share of a step's room that a window is to fill: above it rows get hard to equal
 UNIT = 1 << 30  # of the mean row's cost: the grain of whole-number costs
-CLOSE = 3e-3  # sync cost over its mean from which on a step is good enough
+CLOSE = {"zero3": 3e-3, "step": 1e-3}  # excess over the mean, by objective, at which a step is good enough
 LEAST = 1e-6  # of a mean row: cost of a sample that has none, so that empty rows are filled first
-OBJECTIVES = ("zero3", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,7 @@ def balance(
     that a sample with k before it waits at most k steps. A row stays empty only when there are fewer samples than rows. Raises
     ValueError for a sample that is above a cap alone or needs no tokens.
     """
-    assert rows > 0 and rows % world == 0 and objective in OBJECTIVES and 0 <= carried <= len(sizes)
+    assert rows > 0 and rows % world == 0 and objective in CLOSE and 0 <= carried <= len(sizes)
     _check(sizes, limits)
     cost = whole_costs(sizes, rows, objective)
     row_of = _place(sizes, limits, cost, rows, carried)
@@ -128,13 +127,13 @@ def balance(
     if objective == "zero3":
         order = _by_micro_step(packing.row_costs(), world)
         for first in range(0, rows, world):
-            relieve(packing, order[first : first + world], CLOSE)
+            relieve(packing, order[first : first + world], CLOSE[objective])
     else:
         order = _by_rank(packing.row_costs(), world)
         rank_of = np.empty(rows, dtype=np.int64)
         rank_of[order] = np.arange(rows) % world
         packing.regroup(rank_of)
-        relieve(packing, np.arange(world), CLOSE)
+        relieve(packing, np.arange(world), CLOSE[objective])
     filled = packing.rows()
     return StepRows(
         rows=tuple(tuple(placed[filled[row]].tolist()) for row in order),

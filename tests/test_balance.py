@@ -312,16 +312,16 @@ def test_a_sample_above_a_cap_alone_is_refused_by_number(name: str, cap: int) ->
 
 
 def test_micro_steps_hold_rows_that_are_alike() -> None:
-    """Two rows of four can only hold one large picture each: they must share a micro-step."""
+    """Samples that fill a row each: those dear to the encoder share one micro-step, those dear to the decoder the other."""
     sizes = Sizes(
         tokens=np.full(4, ROW),
         patches=np.array([4000, 0, 4000, 0]),
         images=np.array([1, 0, 1, 0]),
-        encoder=np.array([8.0, 0.0, 8.0, 0.0]),
-        decoder=np.ones(4),
+        encoder=np.array([8.0, 0.0, 6.0, 0.0]),
+        decoder=np.array([1.0, 7.0, 1.0, 6.0]),
     )
     step = balance(sizes, LIMITS, rows=4, world=2)
-    assert sync_cost(*costs(step.rows, sizes, 2)) == (8 + 0 + 2, 8 + 0 + 2)
+    assert sync_cost(*costs(step.rows, sizes, 2))[0] == (8 + 1) + (0 + 7)
 
 
 def test_long_rows_of_tiny_samples_stay_quick(monkeypatch: pytest.MonkeyPatch) -> None:
