@@ -5,24 +5,26 @@
 Under ZeRO-3 ranks meet inside every layer, so that a micro-step costs the largest encoder cost plus the largest decoder cost of its
 rows: the *sync cost*. Rows that are equal in the sum alone still wait for one another; here both are balanced. The window is one step:
 the caller hands over the next samples of its order, those left over from before first, and `take` says how many make a step.
+
+What is left over follows from `place` alone, so that a caller may place many steps one after the other and even them out together.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mmds.exchange import Packing, even_out, relieve
+from mmds.exchange import UNIT, Packing, even_out, relieve
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 Samples = tuple[int, ...]
 
 FILL = 0.97  # share of a step's room that a window is to fill: above it rows get hard to equal
-UNIT = 1 << 30  # of the mean row's cost: the grain of whole-number costs
 CLOSE = {"zero3": 3e-3, "step": 1e-3}  # excess over the mean, by objective, at which a step is good enough
 LEAST = 1e-6  # of a mean row: cost of a sample that has none, so that empty rows are filled first
 
@@ -57,6 +59,16 @@ class Limits:
         """Name -> (cap, what each sample needs, int64 [n]) of every kind that has a cap."""
         caps = {"tokens": self.tokens, "patches": self.patches, "images": self.images}
         return {name: (cap, getattr(sizes, name)) for name, cap in caps.items() if cap is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A window whose leftovers are settled and whose rows are not equal yet. cost: int64 [2, n]. row_of: int64 [n], -1 for leftovers."""
+
+    sizes: Sizes
+    cost: IntArray
+    row_of: IntArray
+    leftovers: Samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,47 +110,69 @@ def take(sizes: Sizes, limits: Limits, rows: int, *, carried: int = 0) -> int:
     return min(len(sizes), max(enough, rows, carried))
 
 
-def balance(
-    sizes: Sizes, limits: Limits, *, rows: int, world: int, objective: str = "zero3", carried: int = 0
-) -> StepRows:
-    """Samples into `rows` rows, those into micro-steps of `world` ranks. The same arguments give the same rows on every machine.
+def place(sizes: Sizes, limits: Limits, *, rows: int, objective: str = "zero3", carried: int = 0) -> Placed:
+    """A first row for each sample of a window, which decides what is left over; `even_rows` then makes the rows equal.
 
-    objective: "zero3" makes the micro-steps' sync costs small, "step" the largest rank's sum of both costs over the step (ZeRO-0 to 2).
     carried: the first so many samples are left over from before; they are placed first and in order, the first of all always, so
     that a sample with k before it waits at most k steps. A row stays empty only when there are fewer samples than rows. Raises
     ValueError for a sample that is above a cap alone or needs no tokens.
     """
-    assert rows > 0 and rows % world == 0 and objective in CLOSE and 0 <= carried <= len(sizes)
+    assert rows > 0 and objective in CLOSE and 0 <= carried <= len(sizes)
     _check(sizes, limits)
     cost = whole_costs(sizes, rows, objective)
     row_of = _place(sizes, limits, cost, rows, carried)
-    placed = np.flatnonzero(row_of >= 0)
-    if not len(placed):
-        return StepRows(rows=((),) * rows, leftovers=())
-    capped = limits.capped(sizes[placed]).values()
+    return Placed(sizes=sizes, cost=cost, row_of=row_of, leftovers=tuple(np.flatnonzero(row_of < 0).tolist()))
+
+
+def even_rows(
+    steps: Sequence[Placed], limits: Limits, *, rows: int, world: int, objective: str = "zero3"
+) -> list[StepRows]:
+    """The final rows of placed steps, `rows` each, in micro-steps of `world` ranks; many steps at a time cost less per sample.
+
+    A step's rows are the same whichever steps it comes with, in every process and on every machine. limits, rows, objective: those of
+    `place`. objective: "zero3" makes the micro-steps' sync costs small, "step" the largest rank's sum of both costs over the step
+    (ZeRO-0 to 2).
+    """
+    assert rows % world == 0 and objective in CLOSE
+    chosen = [np.flatnonzero(step.row_of >= 0) for step in steps]
+    sizes = [step.sizes[samples] for step, samples in zip(steps, chosen, strict=True)]
+    capped = [limits.capped(some) for some in sizes]
     packing = Packing(
-        room=np.array([cap for cap, _ in capped], dtype=np.int64),
-        need=np.array([need for _, need in capped], dtype=np.int64),
-        cost=cost[:, placed],
-        row_of=row_of[placed],
-        group_of=np.arange(rows, dtype=np.int64),
+        room=np.array([cap for cap, _ in capped[0].values()], dtype=np.int64),
+        need=np.hstack([np.array([need for _, need in some.values()]) for some in capped]),
+        cost=np.hstack([step.cost[:, samples] for step, samples in zip(steps, chosen, strict=True)]),
+        row_of=np.concatenate([k * rows + steps[k].row_of[chosen[k]] for k in range(len(steps))]),
+        group_of=np.arange(len(steps) * rows),
     )
-    even_out(packing)
+    by_step = np.arange(len(steps) * rows).reshape(-1, rows)
+    even_out(packing, by_step)
+    costs = packing.row_costs()[:, by_step]
+    arrange = _by_micro_step if objective == "zero3" else _by_rank
+    order = np.array([k * rows + arrange(costs[:, k], world) for k in range(len(steps))])
     if objective == "zero3":
-        order = _by_micro_step(packing.row_costs(), world)
-        for first in range(0, rows, world):
-            relieve(packing, order[first : first + world], CLOSE[objective])
+        relieve(packing, order.reshape(-1, world), CLOSE[objective])
     else:
-        order = _by_rank(packing.row_costs(), world)
-        rank_of = np.empty(rows, dtype=np.int64)
-        rank_of[order] = np.arange(rows) % world
+        rank_of = np.empty(order.size, dtype=np.int64)
+        rank_of[order] = np.arange(rows) % world + np.arange(len(steps))[:, None] * world
         packing.regroup(rank_of)
-        relieve(packing, np.arange(world), CLOSE[objective])
+        relieve(packing, np.arange(len(steps) * world).reshape(-1, world), CLOSE[objective])
     filled = packing.rows()
-    return StepRows(
-        rows=tuple(tuple(placed[filled[row]].tolist()) for row in order),
-        leftovers=tuple(np.flatnonzero(row_of < 0).tolist()),
-    )
+    starts = np.cumsum([0, *(len(samples) for samples in chosen)])
+    return [
+        StepRows(
+            rows=tuple(tuple(chosen[k][filled[row] - starts[k]].tolist()) for row in order[k]),
+            leftovers=step.leftovers,
+        )
+        for k, step in enumerate(steps)
+    ]
+
+
+def balance(
+    sizes: Sizes, limits: Limits, *, rows: int, world: int, objective: str = "zero3", carried: int = 0
+) -> StepRows:
+    """The rows of one step at once: `place`, then `even_rows`."""
+    placed = place(sizes, limits, rows=rows, objective=objective, carried=carried)
+    return even_rows([placed], limits, rows=rows, world=world, objective=objective)[0]
 
 
 def sync_cost(encoder: FloatArray, decoder: FloatArray) -> tuple[float, float]:

@@ -1,7 +1,10 @@
 """Rows that exchange samples until none is much costlier than the others.
 
     R  rows    G  groups of rows whose costs add up    n  samples    C  kinds of room    H  rows that give    P  partners of each
-    Q  bundles of a row: what it may hand over in one exchange
+    Q  bundles of a row: what it may hand over in one exchange    S  sets: groups are evened out only within their set
+
+Several sets go through together because an array operation on few rows costs nearly as much as on many. They do not touch
+one another: each comes out as it would alone.
 
 A row has two costs, encoder and decoder, and each is compared apart. Two rows that exchange samples keep their sum, so what an exchange
 decides is the half of their difference: `half` = (b - a) / 2 before, |half + given - taken| after, in either cost. The larger of
@@ -22,17 +25,19 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 RoughArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
 
-LEAST_GAIN = 1e-6  # of a mean group's cost: what an exchange must save
+UNIT = 1 << 30  # of the mean row's cost in its set: the grain of whole-number costs
+LEAST_GAIN = UNIT // 1000000  # what an exchange must save
 # Directions in the plane of both costs, along which heavy groups meet light ones.
 DIRECTIONS = ((1, 0), (0, 1), (1, 1), (1, -1), (2, 1), (1, 2), (2, -1), (1, -2))
 EVEN_ROUNDS = 4
 SHAVE_ROUNDS = 12  # in which an eighth of the groups is relieved at a time
-RELIEF_ROUNDS = 24  # in which the costliest group alone is
+RELIEF_ROUNDS = 20  # in which the costliest group alone is
 PATIENCE = 4  # such rounds without a gain, for every row of a group, that end the search
 MOST_PARTNERS = 16  # rows with which a row tries single samples, the lightest
-PARTNERS = 3  # rows with which a row tries bundles of two samples
-WITHIN_REACH = {1: 32, 2: 16}  # samples of a row that may be handed over alone, and two at once
+PARTNERS = 2  # rows with which a row tries bundles of two samples
+WITHIN_REACH = {1: 32, 2: 10}  # samples of a row that may be handed over alone, and two at once
 SPARE = 2  # slots free behind the longest row: most samples that a row hands over at once
 
 
@@ -64,7 +69,6 @@ class Packing:
         self.group_of = group_of
         self.members = np.argsort(group_of, kind="stable").reshape(int(group_of.max()) + 1, -1)
         self.load = self.row_costs()[:, self.members].sum(axis=2)
-        self.mean = self.load.sum(axis=1) / len(self.members)
 
     def row_costs(self) -> IntArray:
         """int64 [2, R]."""
@@ -75,24 +79,22 @@ class Packing:
         """Samples of each row, ascending."""
         return [np.sort(row[row < self.nothing]) for row in self.slots]
 
-    def exchange(self, a: IntArray, b: IntArray, floor: FloatArray, most: int = 1) -> int:
+    def exchange(self, a: IntArray, b: IntArray, floor: FloatArray, *, most: int = 1) -> BoolArray:
         """Let each row a[h], int64 [H], exchange with that of rows b[h], int64 [H, P], which leaves both groups the least sum of maxima.
 
-        The rows are all different, and so are the groups of a and those of b. floor: float64 [2], costs below which nothing is gained.
-        most: samples that a row may hand over, 1 to SPARE. Returns how many rows of a did exchange.
+        The rows are all different, and so are the groups of a and those of b. floor: float64 [2, H], costs below which nothing is
+        gained. most: samples that a row may hand over, 1 to SPARE. Returns which rows of a did exchange, bool [H].
         """
-        slots = self.slots.shape[1]
+        slots, partners = self.slots.shape[1], b.shape[1]
         give, take = (_bundles(int(self.count[rows].max()), slots, most) for rows in (a, b))
-        score, choice = self._best(a.repeat(b.shape[1]), b.reshape(-1), floor, give, take)
-        partner = score.reshape(b.shape).argmin(axis=1) + np.arange(0, b.size, b.shape[1])
-        gains = score[partner] < np.inf
-        if not gains.any():
-            return 0
-        partner = partner[gains]
-        a, b = a[gains], b.reshape(-1)[partner]
-        given, taken = np.divmod(choice[partner], take.shape[1])
-        self._hand_over(a, b, give[:, given], take[:, taken])
-        return len(a)
+        floors = floor.repeat(partners, axis=1)
+        score, choice = self._best(a.repeat(partners), b.reshape(-1), floors, give, take)
+        partner = score.reshape(b.shape).argmin(axis=1) + np.arange(0, b.size, partners)
+        gains: BoolArray = score[partner] < np.inf
+        if gains.any():
+            given, taken = np.divmod(choice[partner[gains]], take.shape[1])
+            self._hand_over(a[gains], b.reshape(-1)[partner[gains]], give[:, given], take[:, taken])
+        return gains
 
     def _best(
         self, a: IntArray, b: IntArray, floor: FloatArray, give: IntArray, take: IntArray
@@ -101,7 +103,7 @@ class Packing:
         load_a, load_b = self.load[:, self.group_of[a]], self.load[:, self.group_of[b]]
         half = ((load_b - load_a) * 0.5).astype(np.float32)
         middle = (load_a + load_b) * 0.5
-        least = (floor[:, None] - middle).astype(np.float32)
+        least = (floor - middle).astype(np.float32)
         in_a, in_b = self.slots[a], self.slots[b]
         given = _of_bundles(self._rough[:, in_a], give) + half[:, :, None]
         taken = _of_bundles(self._rough[:, in_b], take)
@@ -110,7 +112,7 @@ class Packing:
         np.maximum(after, least[:, :, None, None], out=after)
         every, score = np.arange(len(a)), np.add(after[0], after[1], out=after[0]).reshape(len(a), -1)
         before = np.maximum(np.abs(half), least)
-        enough = before[0] + before[1] - np.float32(LEAST_GAIN * (self.mean[0] + self.mean[1]))
+        enough = before[0] + before[1] - np.float32(LEAST_GAIN)
         choice = score.argmin(axis=1)
         best = score[every, choice]
         best[best >= enough] = np.inf
@@ -168,50 +170,63 @@ class Packing:
             self.slots = np.pad(self.slots, more, constant_values=self.nothing)
 
 
-def even_out(packing: Packing) -> None:
-    """Halve all differences at once: along changing directions the heaviest group meets the lightest, the second the second lightest, ..."""
-    groups, rows = packing.members.shape
-    for k in range(EVEN_ROUNDS if groups > 1 else 0):
+def even_out(packing: Packing, sets: IntArray) -> None:
+    """Halve all differences within sets of groups, int64 [S, G]: along changing directions the heaviest meets the lightest, and so on."""
+    half, rows = sets.shape[1] // 2, packing.members.shape[1]
+    for k in range(EVEN_ROUNDS if half else 0):
         x, y = DIRECTIONS[k % len(DIRECTIONS)]
-        off = packing.load - packing.mean[:, None]
-        order = np.argsort(x * off[0] + y * off[1], kind="stable")
-        heavy, light = order[::-1][: groups // 2], order[: groups // 2, None]
-        packing.exchange(
-            packing.members[heavy, k % rows], packing.members[light, k // 2 % rows], packing.mean
+        load = packing.load[:, sets]
+        mean = load.sum(axis=2) / sets.shape[1]
+        off = load - mean[:, :, None]
+        order = np.argsort(x * off[0] + y * off[1], axis=1, kind="stable")
+        heavy, light = (
+            np.take_along_axis(sets, part, axis=1) for part in (order[:, : -half - 1 : -1], order[:, :half])
         )
+        a, b = packing.members[heavy, k % rows], packing.members[light, k // 2 % rows]
+        packing.exchange(a.reshape(-1), b.reshape(-1, 1), mean.repeat(half, axis=1))
 
 
-def relieve(packing: Packing, groups: IntArray, close: float) -> None:
-    """Bring down the sum of both costs' maxima over `groups`, int64 [k], until it is within `close` of the mean or nothing helps.
+def relieve(packing: Packing, sets: IntArray, close: float) -> None:
+    """Bring down the sum of both costs' maxima over each set of groups, int64 [S, G], to within `close` of the mean, or until nothing helps.
 
     First the eighth of the groups with most of one cost, then of the other, each with partners of its own; then the costliest group
-    alone, with all others, every second time handing over two samples at once.
+    alone, with the lightest others, every second time handing over two samples at once.
     """
-    if len(groups) >= 16:
-        _relieve(packing, groups, close, len(groups) // 8, SHAVE_ROUNDS)
-    if len(groups) > 1:
-        _relieve(packing, groups, close, 1, RELIEF_ROUNDS)
+    groups = sets.shape[1]
+    if groups >= 16:
+        _relieve(packing, sets, close, groups // 8, SHAVE_ROUNDS)
+    if groups > 1:
+        _relieve(packing, sets, close, 1, RELIEF_ROUNDS)
 
 
-def _relieve(packing: Packing, groups: IntArray, close: float, heavy: int, rounds: int) -> None:
-    rows, mean = packing.members.shape[1], packing.load[:, groups].sum(axis=1) / len(groups)
-    partners, idle = min((len(groups) - heavy) // heavy, MOST_PARTNERS), 0
+def _relieve(packing: Packing, sets: IntArray, close: float, heavy: int, rounds: int) -> None:
+    groups, rows = sets.shape[1], packing.members.shape[1]
+    partners = min((groups - heavy) // heavy, MOST_PARTNERS)
+    idle = np.zeros(len(sets), dtype=np.int64)  # rounds without a gain
     for k in range(rounds):
-        load = packing.load[:, groups]
-        over = load.max(axis=1) - mean
-        if idle == PATIENCE * rows or over.sum() <= close * mean.sum():
+        load = packing.load[:, sets]  # [2, S, G]
+        mean = load.sum(axis=2) / groups
+        over = load.max(axis=2) - mean
+        busy = (idle < PATIENCE * rows) & (over[0] + over[1] > close * (mean[0] + mean[1]))
+        if not busy.any():
             return
-        kind = (int(over.argmax()) + idle) % 2 if heavy == 1 else k % 2
-        order = np.argsort(-load[kind], kind="stable")
-        floor = (mean + load[:, order[heavy:]].max(axis=1)) * 0.5
-        own = packing.members[groups[order[:heavy]], k // 2 % rows]
-        others = groups[order[::-1][: heavy * partners]].reshape(partners, heavy).T
-        others = packing.members[others, k // 3 % rows]  # lightest first
-        if heavy == 1 and k % 2:
-            done = packing.exchange(own, others[:, :PARTNERS], floor, most=2)
-        else:
-            done = packing.exchange(own, others, floor)
-        idle = 0 if done else idle + 1
+        sets, idle, load, mean, over = sets[busy], idle[busy], load[:, busy], mean[:, busy], over[:, busy]
+        every = np.arange(len(sets))
+        kind = ((over[1] > over[0]) + idle) % 2 if heavy == 1 else k % 2
+        order = np.argsort(-load[kind, every], axis=1, kind="stable")
+        second = np.take_along_axis(load, order[None, :, heavy:], axis=2).max(axis=2)
+        ordered = np.take_along_axis(sets, order, axis=1)
+        own = packing.members[ordered[:, :heavy], k // 2 % rows]
+        others = ordered[:, ::-1][:, : heavy * partners]  # lightest first
+        others = packing.members[others.reshape(-1, partners, heavy).transpose(0, 2, 1), k // 3 % rows]
+        double = heavy == 1 and k % 2
+        if double:
+            others = others[:, :, :PARTNERS]
+        floor = ((mean + second) * 0.5).repeat(heavy, axis=1)
+        gains = packing.exchange(
+            own.reshape(-1), others.reshape(own.size, -1), floor, most=2 if double else 1
+        )
+        idle = np.where(gains.reshape(own.shape).any(axis=1), 0, idle + 1)
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mmds import exchange
-from mmds.balance import Limits, Sizes, StepRows, balance, bound, sync_cost, take
+from mmds.balance import Limits, Sizes, StepRows, balance, bound, even_rows, place, sync_cost, take
 
 ROOT = Path(__file__).parents[1]
 ROW, PATCHES, IMAGES = 1000, 4000, 6
@@ -223,6 +223,24 @@ def fingerprint() -> str:
         step = balance(sizes, LIMITS, rows=world * micro, world=world, objective=objective)
         digest.update(json.dumps([step.rows, step.leftovers]).encode())
     return digest.hexdigest()
+
+
+@pytest.mark.parametrize(
+    "world,micro,objective", [(8, 1, "zero3"), (2, 3, "zero3"), (20, 1, "zero3"), (4, 2, "step")]
+)
+def test_a_step_comes_out_the_same_whichever_steps_are_evened_out_with_it(
+    world: int, micro: int, objective: str
+) -> None:
+    rows, steps = world * micro, []
+    for seed, share in enumerate((0.7, 0.0, 1.0, 0.3, 0.9)):
+        sizes = random_sizes((12 + 5 * seed) * rows, seed, pictures=share)
+        limits = LONG if seed % 2 else LIMITS
+        steps.append(sizes[: take(sizes, limits, rows)])
+    steps.append(random_sizes(1, seed=1))
+    placed = [place(sizes, LONG, rows=rows, objective=objective) for sizes in steps]
+    together = even_rows(placed, LONG, rows=rows, world=world, objective=objective)
+    alone = [balance(sizes, LONG, rows=rows, world=world, objective=objective) for sizes in steps]
+    assert together == alone
 
 
 def test_costs_in_other_units_give_the_same_rows() -> None:
