@@ -43,6 +43,8 @@ LEVELS: dict[str, int] = {
     "mmds.memory": 2,
     "mmds.shuffle": 1,
     "mmds.packing": 2,
+    "mmds.exchange": 2,
+    "mmds.balance": 2,
     "mmds.sample_stream": 2,
     "mmds.planner": 3,
     "mmds.data": 4,
