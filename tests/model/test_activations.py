@@ -20,9 +20,9 @@ from mmds.model import segments
 from mmds.model.attention import register_backends
 from mmds.model.mllm import encode
 from mmds.model.recompute import non_reentrant
-from tests.model.test_shapes import MODES, TRAININGS, Net, experts, make_encoder, qwen2, towers
+from tests.model.test_shapes import MODES, TRAININGS, Net, experts, make_encoder, own_linear, qwen2, towers
 
-__all__ = ["towers"]
+__all__ = ["own_linear", "towers"]
 
 
 class Kernel(torch.autograd.Function):
@@ -43,8 +43,6 @@ def run_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # ZeRO-3, once it has run in a process, leaves a linear function of its own behind, which keeps more.
-    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
     monkeypatch.setattr(
         segments, "segment_attention", lambda q, k, v, *_, **__: run_kernel(q, k, v).transpose(0, 1)[None]
     )
