@@ -67,7 +67,7 @@ def _value(hint: Any, about: Mapping[str, Any], value: Any, path: KeyPath, blame
             raise blame(path, f"expected an object {{...}}, got {show(value)}")
         return {key: _value(args[1], about, item, (*path, key), blame) for key, item in value.items()}
     if origin is typing.Literal:
-        return _choice(args, about, value, path, blame)
+        return _choice(args, value, path, blame)
     if hint in (int, float):
         return _number(hint, about, value, path, blame)
     if hint is bool:
@@ -86,10 +86,8 @@ def _check_list(value: Any, size: int | None, path: KeyPath, blame: Blame) -> No
         raise blame(path, f"expected a list of {size} numbers, got {show(value)}")
 
 
-def _choice(args: tuple[Any, ...], about: Mapping[str, Any], value: Any, path: KeyPath, blame: Blame) -> Any:
+def _choice(args: tuple[Any, ...], value: Any, path: KeyPath, blame: Blame) -> Any:
     known = ", ".join(f'"{arg}"' for arg in args)
-    if isinstance(value, str) and value in about["later"]:
-        raise blame(path, f'"{value}" is not yet supported: use one of {known}')
     if not isinstance(value, str) or value not in args:
         raise blame(path, f"expected one of {known}, got {show(value)}")
     return value

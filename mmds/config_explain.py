@@ -75,7 +75,6 @@ def _page(key: Key, path: KeyPath, document: Document | None) -> str:
         "type": "" if key.refused else type_text(key),
         "default": "" if key.refused or (key.keys and key.default is None) else default_text(key),
         "only": f"{show(key.only[0])} may be written: {key.why}" if key.only else "",
-        "later": f"{', '.join(key.later)}: not yet supported" if key.later else "",
         "refused": key.refused,
         "owner": "" if key.refused else _owner(key),
         "also": f"may be written {key.also}" if key.also else "",

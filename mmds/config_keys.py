@@ -50,7 +50,6 @@ class Key:
     below: float | None = None
     choices: tuple[str, ...] = ()
     any_case: bool = False
-    later: tuple[str, ...] = ()
     items: str = ""
     size: int | None = None
     expands: bool = False
@@ -138,7 +137,7 @@ def _own_key(hint: Any, spec: dataclasses.Field[Any], path: str) -> Key:
         "required": spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING,
         "default": _default(spec),
         "expands": held["path"],
-        **{name: held[name] for name in ("doc", "least", "above", "most", "size", "later", "shorthand")},
+        **{name: held[name] for name in ("doc", "least", "above", "most", "size", "shorthand")},
     }
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = typing.get_args(hint)[0]

@@ -16,14 +16,12 @@ def about(
     size: int | None = None,
     path: bool = False,
     shorthand: bool = False,
-    later: tuple[str, ...] = (),
     hint: str = "",
 ) -> Mapping[str, Any]:
     """What a field holds: meaning with unit, bounds of its number(s), items of its list, and how it is read.
 
     `least` and `most` are allowed, `above` is not. `path`: `~` and `${VAR}` are expanded. `shorthand`: one string stands for
-    `{"name": string}`. `later`: documented values that are refused as not yet supported. `hint`: what to say to a number
-    that was perhaps meant in another unit.
+    `{"name": string}`. `hint`: what to say to a number that was perhaps meant in another unit.
     """
     return dict(
         doc=doc,
@@ -33,7 +31,6 @@ def about(
         size=size,
         path=path,
         shorthand=shorthand,
-        later=later,
         hint=hint,
     )
 

@@ -16,6 +16,10 @@ _INTERPOLATION = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
 def encoder_spec(config: Any, processor: Mapping[str, Any]) -> EncoderSpec:
+    """The tower and how pixels reach it. config: LLaVA's; processor: preprocessor_config.json.
+
+    Raises CheckpointError where the folder asks for features or pictures that no tower of ours gives.
+    """
     vision = config.vision_config
     tower, model_cfg = open_clip_config(vision)
     strategy = "full" if vision.model_type == "siglip_vision_model" else "default"
