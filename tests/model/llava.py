@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,14 +36,14 @@ VISION = {
 }
 
 
-def stock_llava(seed: int = 0) -> LlavaForConditionalGeneration:
-    """LLaVA-1.5 in small: CLIP ViT with QuickGELU, its last layer but one without the class token, a 2-layer MLP, Llama."""
+def small_parts(image_size: int) -> dict[str, Any]:
+    """Settings of a LLaVA in small: CLIP ViT with QuickGELU, its last layer but one without the class token, a 2-layer MLP, Llama."""
     vision = CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=128,
         num_hidden_layers=3,
         num_attention_heads=2,
-        image_size=28,
+        image_size=image_size,
         patch_size=14,
         hidden_act="quick_gelu",
     )
@@ -55,7 +56,7 @@ def stock_llava(seed: int = 0) -> LlavaForConditionalGeneration:
         vocab_size=tiny.VOCABULARY + 2,
         tie_word_embeddings=False,
     )
-    config = LlavaConfig(
+    return dict(
         vision_config=vision,
         text_config=text,
         image_token_index=IMAGE_TOKEN,
@@ -64,6 +65,11 @@ def stock_llava(seed: int = 0) -> LlavaForConditionalGeneration:
         vision_feature_select_strategy="default",
         attn_implementation="eager",
     )
+
+
+def stock_llava(seed: int = 0) -> LlavaForConditionalGeneration:
+    """LLaVA-1.5 in small."""
+    config = LlavaConfig(**small_parts(28))
     torch.manual_seed(seed)
     model = LlavaForConditionalGeneration(config).train()
     excite(model)

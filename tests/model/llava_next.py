@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     CLIPImageProcessor,
-    CLIPVisionConfig,
-    LlamaConfig,
     LlamaForCausalLM,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
@@ -37,35 +35,9 @@ ANYRES = ResolutionSection(name="anyres", max_tiles=6)
 
 
 def stock_llava_next(grids: Sequence[Grid], seed: int = 0) -> LlavaNextForConditionalGeneration:
-    """LLaVA-NeXT in small: CLIP ViT with QuickGELU, its last layer but one without the class token, a 2-layer MLP, Llama."""
-    vision = CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=TILE,
-        patch_size=14,
-        hidden_act="quick_gelu",
-    )
-    text = LlamaConfig(
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=tiny.VOCABULARY + 2,
-        tie_word_embeddings=False,
-    )
-    config = LlavaNextConfig(
-        vision_config=vision,
-        text_config=text,
-        image_token_index=llava.IMAGE_TOKEN,
-        projector_hidden_act="gelu",
-        vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
-        image_grid_pinpoints=[[rows * TILE, columns * TILE] for rows, columns in grids],
-        attn_implementation="eager",
-    )
+    """LLaVA-NeXT in small, with these grids of tiles."""
+    pinpoints = [[rows * TILE, columns * TILE] for rows, columns in grids]
+    config = LlavaNextConfig(**llava.small_parts(TILE), image_grid_pinpoints=pinpoints)
     torch.manual_seed(seed)
     model = LlavaNextForConditionalGeneration(config).train()
     excite(model)
