@@ -145,9 +145,14 @@ def work(model: CostModel, sums: Sums) -> Floats:
 def fit(features: Floats, seconds: Floats) -> Floats:
     """Non-negative coefficients [C] that minimise the sum of ((features @ coefficients - seconds) / seconds)^2.
 
-    features [R, C], seconds [R] above 0. A column of zeros gets 0. Needs scipy (extra `planning`).
+    features [R, C], seconds [R] above 0. A column of zeros gets 0. Raises ConfigError where scipy is missing.
     """
-    from scipy.optimize import nnls
+    try:
+        from scipy.optimize import nnls
+    except ImportError as error:
+        raise ConfigError(
+            "a calibration is fitted with scipy, which is missing: pip install 'mmds[planning]'"
+        ) from error
 
     relative = features / seconds[:, None]
     scale = np.abs(relative).max(axis=0)  # columns differ by many powers of ten

@@ -112,7 +112,7 @@ def build_bench(config: Config, source: Source, device: torch.device, *, blocks:
         frozen=None if trains else FrozenEncoder(encoder, device=device, dtype=dtype),
         geometry=geometry,
         cost=cost,
-        vocabulary=int(llm.get_input_embeddings().weight.shape[0]),  # type: ignore[arg-type]
+        vocabulary=int(load_config(source.decoder_name).get_text_config().vocab_size),
         device=device,
         dtype=dtype,
     )
@@ -145,7 +145,7 @@ def _random_llm(source: Source, dtype: torch.dtype, layers: int | None) -> PreTr
 
 
 def random_rows(bench: Bench, count: int, *, row_tokens: int, seed: int) -> list[Row]:
-    """Rows of at most `row_tokens` tokens whose sizes vary independently of each other."""
+    """Rows of about a quarter to all of `row_tokens` tokens (more where one image is larger) whose sizes vary independently of each other."""
     rng = np.random.default_rng(seed)
     return [_random_row(bench, rng, row_tokens, number) for number in range(count)]
 
@@ -220,7 +220,7 @@ def time_rows(
     pictured = [row for row in rows if row.plans][: max(4, len(rows) // 8)]
     alone = [_alone_features(bench, row) for row in pictured]
     jobs += [_alone(bench, row) for row in pictured]
-    largest = int(np.argmax([work_done.sum() for work_done in features]))
+    largest = int(np.argmax([done.sum() for done in features]))
     for index in (largest, 0):
         jobs[index]()
     least = np.full(len(jobs), np.inf)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from mmds.calibration import COLUMNS, RATES, Calibration, Floats, choose_columns, fit, fit_columns, mape
-from mmds.config import Config, load_config
+from mmds.config import load_config
 from mmds.errors import ConfigError, MmdsError
 from mmds.measure_rows import Bench, Timed, build_bench, random_rows, time_rows
 from mmds.model.build import find_source
@@ -79,9 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(1)  # CPU seconds are then seconds of computing
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(_example(Path(folder)) if args.example else args.config, args.set)
-        bench = build_bench(
-            config, find_source(config.init_from, config.model), device, blocks=args.blocks
-        )
+        bench = build_bench(config, find_source(config.init_from, config.model), device, blocks=args.blocks)
     rows = random_rows(bench, args.rows, row_tokens=config.data.row_tokens, seed=args.seed)
     timed = time_rows(bench, rows, repeats=args.repeats, seed=args.seed)
     calibration = report(bench, timed, held)
@@ -95,7 +93,9 @@ def report(bench: Bench, timed: Timed, held: int) -> Calibration:
     features, seconds = timed.features[:fitted], timed.seconds[:fitted]
     columns = choose_columns(features, seconds)
     found = fit_columns(
-        np.concatenate([features, timed.alone_features]), np.concatenate([seconds, timed.alone_seconds]), columns
+        np.concatenate([features, timed.alone_features]),
+        np.concatenate([seconds, timed.alone_seconds]),
+        columns,
     )
     calibration = Calibration(
         **dict(zip(COLUMNS, found.tolist(), strict=True)),
@@ -105,7 +105,9 @@ def report(bench: Bench, timed: Timed, held: int) -> Calibration:
         rows=fitted,
         error=mape(timed.features[fitted:] @ found, timed.seconds[fitted:]),
     )
-    print(f"\n{calibration.device}, {calibration.dtype}, torch {calibration.torch}: {fitted} rows fitted, {held} held out")
+    print(
+        f"\n{calibration.device}, {calibration.dtype}, torch {calibration.torch}: {fitted} rows fitted, {held} held out"
+    )
     print(f"rows take {timed.seconds.min():.4f} to {timed.seconds.max():.4f} s\n")
     total = timed.features[:fitted].sum(axis=0) * found
     print(f"{'part':<20}{'ps / FLOP':>12}{'GFLOP/s':>12}{'share of time':>16}")
@@ -146,7 +148,10 @@ def _device_name(device: torch.device) -> str:
 
 def _example(folder: Path) -> Path:
     """A run of a small random encoder and decoder that both train, with images of their own size."""
-    for name, content in (("decoder/config.json", EXAMPLE_DECODER), ("tower/open_clip_config.json", EXAMPLE_ENCODER)):
+    for name, content in (
+        ("decoder/config.json", EXAMPLE_DECODER),
+        ("tower/open_clip_config.json", EXAMPLE_ENCODER),
+    ):
         (folder / name).parent.mkdir()
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
     run = {
