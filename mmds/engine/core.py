@@ -24,6 +24,7 @@ from mmds.data.rows import Row, to_device
 from mmds.engine.launch import Ranks
 from mmds.engine.machine import explained
 from mmds.engine.plain import measure_and_clip
+from mmds.engine.rehearsal import too_large, untraced
 from mmds.engine.zero import full_shape
 from mmds.errors import CheckpointError, ConfigError
 from mmds.model.loss import sample_weights
@@ -74,6 +75,7 @@ class Engine:
         self.ranks = ranks
         self.frozen = frozen
         names = {id(p): name for name, p in model.named_parameters()}
+        self.ds_config = ds_config
         self.rows_per_step = int(ds_config["train_batch_size"])
         self.group_names = [group["name"] for group in groups]
         self.trained = sorted((names[id(p)], g["lr"], g["weight_decay"]) for g in groups for p in g["params"])
@@ -106,6 +108,19 @@ class Engine:
             name: float(g["lr"])
             for name, g in zip(self.group_names, self.ds.optimizer.param_groups, strict=True)
         }
+
+    def rehearse(self, row: Row) -> None:
+        """Forward and backward of a row without any result, so that a lack of memory shows before the first step.
+
+        Every rank calls it with the same row, between steps. Raises ConfigError when the row does not fit.
+        """
+        scale = 1 / max(self._weight(row), 1.0)
+        try:
+            with untraced(self.ds, self.ranks.device):
+                weighted, _ = self._forward(to_device(row, self.ranks.device))
+                self.ds.backward(weighted * scale, scale_wrt_gas=False)
+        except torch.OutOfMemoryError as error:
+            raise too_large(row, self.ranks.device, self.ds_config) from error
 
     def step(self, rows: Sequence[Row]) -> StepReport:
         """Forward, backward and update over this rank's rows of one step; every rank gives equally many rows."""
