@@ -1,4 +1,5 @@
-"""A rehearsal leaves no trace: under every ZeRO stage the steps after it are those of a run without one, bit for bit."""
+"""A rehearsal leaves no trace, and measuring the waits changes nothing: under every ZeRO stage the steps are those of a plain run, bit
+for bit. What is measured is how long a rank has slept."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.engine.unseen import REHEARSED, Case
+from tests.engine.unseen import CASES, SLEEP_S, SLOW_RANK, Case
 from tests.spawn import run_ranks
 
 
@@ -22,6 +23,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_encoder(folder / "encoder")
     run_ranks("tests/engine/worker_unseen.py", [str(folder)], world=2, timeout=600)
     return folder
+
+
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+measured = pytest.mark.parametrize("case", [c for c in CASES if c.measured], ids=lambda case: case.name)
 
 
 @functools.cache
@@ -41,7 +46,7 @@ def equal(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
-@pytest.mark.parametrize("case", REHEARSED, ids=lambda case: case.name)
+@by_name
 def test_a_rehearsal_leaves_no_trace(work: Path, case: Case) -> None:
     plain, rehearsed = result(work, case)["plain"], result(work, case)["rehearsed"]
     assert plain["steps"][0]["grads"] and plain["state"] and plain["steps"][0]["report"]["grad_norm"] > 0
@@ -49,11 +54,35 @@ def test_a_rehearsal_leaves_no_trace(work: Path, case: Case) -> None:
         assert equal(plain[key], rehearsed[key]), key
 
 
+@measured
+def test_measuring_changes_no_number_and_leaves_no_hook(work: Path, case: Case) -> None:
+    plain, timed = result(work, case)["plain"], result(work, case)["measured"]
+    assert timed["hooks"] == plain["hooks"]
+    for ours, theirs in zip(timed["steps"], plain["steps"], strict=True):
+        assert ours["report"].pop("waited") is not None and theirs["report"]["waited"] is None
+        assert equal(ours["report"], {k: v for k, v in theirs["report"].items() if k != "waited"})
+        assert equal(ours["grads"], theirs["grads"])
+    assert equal(timed["weights"], plain["weights"]) and equal(timed["state"], plain["state"])
+
+
+@measured
+def test_the_wait_for_a_slow_rank_is_what_it_slept_and_it_waits_for_nobody(work: Path, case: Case) -> None:
+    timed = result(work, case)["measured"]
+    waited, slept = timed["waited"], timed["slept"]
+    passes = 2 * case.layout.accumulation  # of decoder blocks; under DeepSpeed's function hooks run again
+    assert slept >= passes * SLEEP_S
+    assert waited.waits[1 - SLOW_RANK] == pytest.approx(slept, rel=0.25)
+    assert 0 <= waited.waits[SLOW_RANK] <= 0.25 * slept
+    assert waited.seconds > slept
+    assert waited.idle_share == pytest.approx(sum(waited.waits) / 2 / waited.seconds)
+    assert waited.imbalance == pytest.approx(1 / (1 - waited.idle_share))
+
+
 def test_dropout_acts_in_these_runs(work: Path) -> None:
     """Or a lost random state would not show: layouts whose losses are equal without dropout draw differently, and differ."""
     one, other = (
         result(work, case)["plain"]["steps"][1]["report"]["loss"]
-        for case in REHEARSED
+        for case in CASES
         if case.layout.stage == "instruct" and case.layout.zero in (0, 3)
     )
     assert one != pytest.approx(other, rel=1e-5)

@@ -10,10 +10,11 @@ from tests.engine.layouts import Layout
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of two ranks, in bf16 where asked; adapters have dropout."""
+    """A layout of two ranks, in bf16 where asked; adapters have dropout. measured: it also runs with its waits measured."""
 
     layout: Layout
     bf16: bool = False
+    measured: bool = False
 
     @property
     def name(self) -> str:
@@ -28,20 +29,24 @@ class Case:
         return config
 
 
+SLOW_RANK, SLEEP_S = 1, 0.2
+"""The rank that sleeps, and how long after each pass of a decoder block, in the second of a measured run's steps."""
+
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
-REHEARSED = (
-    Case(Layout(0, 2, 2, "pretrain")),
+CASES = (
+    Case(Layout(0, 2, 2, "pretrain"), measured=True),
     Case(Layout(0, 2, 1, "instruct", "torch", lora=True)),
     Case(Layout(1, 2, 2, "pretrain", "torch")),
-    Case(Layout(1, 2, 2, "pretrain"), bf16=True),
+    Case(Layout(1, 2, 2, "pretrain"), bf16=True, measured=True),
     Case(Layout(1, 2, 2, "align", extra=OFFLOADED)),
-    Case(Layout(2, 2, 2, "pretrain", "deepspeed")),
+    Case(Layout(2, 2, 2, "pretrain", "deepspeed"), measured=True),
     Case(Layout(2, 2, 2, "instruct", lora=True), bf16=True),
     Case(Layout(2, 2, 2, "pretrain", extra=OFFLOADED)),
     Case(Layout(2, 2, 2, "align", extra=OFFLOADED), bf16=True),
-    Case(Layout(3, 2, 2, "pretrain", "deepspeed")),
-    Case(Layout(3, 2, 2, "instruct", "torch", lora=True)),
-    Case(Layout(3, 2, 2, "pretrain"), bf16=True),
+    Case(Layout(3, 2, 2, "pretrain", "deepspeed"), measured=True),
+    Case(Layout(3, 2, 2, "instruct", "torch", lora=True), measured=True),
+    Case(Layout(3, 2, 2, "pretrain"), bf16=True, measured=True),
+    Case(Layout(3, 2, 2, "align", "torch"), measured=True),
     Case(Layout(3, 2, 2, "align", extra=OFFLOADED), bf16=True),
 )

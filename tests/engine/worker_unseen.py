@@ -5,8 +5,11 @@ usage: worker_unseen.py WORKDIR
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +25,19 @@ from mmds.geometry import Geometry
 from mmds.model.build import build_geometry, build_light, find_source
 from tests.engine.layouts import TOTAL, rows_of, write_config
 from tests.engine.spy import measured_step
-from tests.engine.unseen import REHEARSED, Case
+from tests.engine.unseen import CASES, SLEEP_S, SLOW_RANK, Case
 from tests.engine.worker_layouts import weights
 
 
 def main(work: Path) -> None:
     ranks = start_ranks()
-    for case in REHEARSED:
+    for case in CASES:
         result = {"plain": run(work, case, ranks), "rehearsed": run(work, case, ranks, rehearse=True)}
+        if case.measured:
+            result["measured"] = run(work, case, ranks, measure=True)
         if ranks.first:
             torch.save(result, work / f"{case.name}.pt")
-    said = refuse(work, REHEARSED[0], ranks)
+    said = refuse(work, CASES[0], ranks)
     (work / f"said-{ranks.rank}.json").write_text(json.dumps(said))
     stop_ranks()
 
@@ -53,19 +58,55 @@ def build(work: Path, case: Case, ranks: Ranks) -> tuple[Engine, Geometry]:
     return engine, geometry
 
 
-def run(work: Path, case: Case, ranks: Ranks, *, rehearse: bool = False) -> dict[str, Any]:
-    """Two steps and what they lead to; with `rehearse` a row of another step is rehearsed before each."""
+def run(
+    work: Path, case: Case, ranks: Ranks, *, rehearse: bool = False, measure: bool = False
+) -> dict[str, Any]:
+    """Two steps and what they lead to; with `rehearse` a row of another step is rehearsed before each.
+
+    With `measure`, waits are measured in both, and one rank sleeps in the second.
+    """
     engine, geometry = build(work, case, ranks)
-    result: dict[str, Any] = {"steps": []}
+    result: dict[str, Any] = {"steps": [], "hooks": [hooks(engine)]}
+    sleeps: list[float] = []
     for step in range(2):
         if rehearse:
             engine.rehearse(rows_of(case.layout, 1, 0, geometry)[0])
-        result["steps"].append(measured_step(engine, rows_of(case.layout, step, ranks.rank, geometry)))
+        rows = rows_of(case.layout, step, ranks.rank, geometry)
+        with sleepy(engine, sleeps if measure and step == 1 else None, ranks):
+            result["steps"].append(measured_step(engine, rows, measure_wait=measure))
+        result["hooks"].append(hooks(engine))
+    result["waited"] = result["steps"][1]["report"]["waited"]
+    result["slept"] = ranks.max(sum(sleeps))[0]
     result["weights"] = weights(engine)
     result["samples"] = int(engine.ds.global_samples)
     result["state"] = optimizer_state(engine)
     engine.ds.destroy()
     return result
+
+
+@contextlib.contextmanager
+def sleepy(engine: Engine, sleeps: list[float] | None, ranks: Ranks) -> Iterator[None]:
+    """Inside, the slow rank sleeps at the end of each pass of a decoder block, and notes it; not without a list."""
+
+    def sleep(*_: Any) -> None:
+        time.sleep(SLEEP_S)
+        sleeps.append(SLEEP_S)
+
+    layers = engine.model.decoder.llm.model.layers
+    slow = sleeps is not None and ranks.rank == SLOW_RANK
+    handles = [layer.register_forward_hook(sleep) for layer in layers if slow]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def hooks(engine: Engine) -> tuple[int, list[str]]:
+    """Hooks on the model's modules, and what the optimizer object has in the place of its class's methods."""
+    counted = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.model.modules())
+    optimizer = engine.ds.optimizer
+    return counted, sorted(
+        name for name in vars(optimizer) if "reduce" in name and callable(vars(optimizer)[name])
+    )
 
 
 def optimizer_state(engine: Engine) -> list[torch.Tensor]:
