@@ -2,5 +2,6 @@
 
 from mmds.engine.core import Engine, StepReport
 from mmds.engine.launch import Ranks
+from mmds.engine.waiting import Waited
 
-__all__ = ["Engine", "Ranks", "StepReport"]
+__all__ = ["Engine", "Ranks", "StepReport", "Waited"]

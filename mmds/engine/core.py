@@ -8,7 +8,9 @@ the same path; only at ZeRO-0, where DeepSpeed has neither a gradient norm nor a
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +19,16 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from mmds.data.rows import Row, to_device
-from mmds.engine.launch import Ranks
+from mmds.engine.launch import Ranks, cpu_group
 from mmds.engine.machine import explained
 from mmds.engine.plain import measure_and_clip
+from mmds.engine.rehearsal import too_large, untraced
+from mmds.engine.waiting import Waited, meeting
 from mmds.engine.zero import full_shape
 from mmds.errors import CheckpointError, ConfigError
 from mmds.model.loss import sample_weights
@@ -37,7 +42,8 @@ class StepReport:
     loss: what is minimised, the weighted mean of token NLL over the samples of all ranks and micro-steps; token_nll: the plain mean
     over supervised tokens, equal to it under `token` weighting (both nats a token); grad_norm: before clipping; rates: by group;
     counts of the whole step: real, visual, supervised and padded tokens, images, skipped samples; applied: False when a
-    non-finite gradient made the engine skip the update; suspects: then, the keys of the samples it came from.
+    non-finite gradient made the engine skip the update; suspects: then, the keys of the samples it came from; waited: None when the
+    step was not measured.
     """
 
     step: int
@@ -55,6 +61,7 @@ class StepReport:
     skipped_steps: int
     skipped_in_a_row: int
     suspects: tuple[str, ...]
+    waited: Waited | None = None
 
 
 class Engine:
@@ -74,6 +81,7 @@ class Engine:
         self.ranks = ranks
         self.frozen = frozen
         names = {id(p): name for name, p in model.named_parameters()}
+        self.ds_config = ds_config
         self.rows_per_step = int(ds_config["train_batch_size"])
         self.group_names = [group["name"] for group in groups]
         self.trained = sorted((names[id(p)], g["lr"], g["weight_decay"]) for g in groups for p in g["params"])
@@ -107,17 +115,39 @@ class Engine:
             for name, g in zip(self.group_names, self.ds.optimizer.param_groups, strict=True)
         }
 
-    def step(self, rows: Sequence[Row]) -> StepReport:
-        """Forward, backward and update over this rank's rows of one step; every rank gives equally many rows."""
+    def rehearse(self, row: Row) -> None:
+        """Forward and backward of a row without any result, so that a lack of memory shows before the first step.
+
+        Every rank calls it with the same row, between steps. Raises ConfigError when the row does not fit.
+        """
+        scale = 1 / max(self._weight(row), 1.0)
+        try:
+            with untraced(self.ds, self.ranks.device):
+                weighted, _ = self._forward(to_device(row, self.ranks.device))
+                self.ds.backward(weighted * scale, scale_wrt_gas=False)
+        except torch.OutOfMemoryError as error:
+            raise too_large(row, self.ranks.device, self.ds_config) from error
+
+    @functools.cached_property
+    def _meeting_group(self) -> dist.ProcessGroup:
+        return cpu_group()
+
+    def step(self, rows: Sequence[Row], *, measure_wait: bool = False) -> StepReport:
+        """Forward, backward and update over this rank's rows of one step; every rank gives equally many rows.
+
+        measure_wait: find out how long each rank waits for the others, at some cost of time; equal on every rank.
+        """
         *counts, weight = self.ranks.sum(*_counts(rows), sum(self._weight(row) for row in rows))
         real, visual, supervised, padded, images, bad = (int(n) for n in counts)
         scale = self.ranks.world / max(weight, 1.0)
         rates = self.rates()
         parts = []
-        for row in rows:
-            weighted, nll = self._forward(to_device(row, self.ranks.device))
-            self.ds.backward(weighted * scale, scale_wrt_gas=False)
-            parts.append(torch.stack((weighted.detach(), nll)))
+        measuring = meeting(self.ds, self.ranks, self._meeting_group) if measure_wait else None
+        with measuring or contextlib.nullcontext() as meetings:
+            for row in rows:
+                weighted, nll = self._forward(to_device(row, self.ranks.device))
+                self.ds.backward(weighted * scale, scale_wrt_gas=False)
+                parts.append(torch.stack((weighted.detach(), nll)))
         weighted_nll, nll_sum = self.ranks.sum(*torch.stack(parts).double().sum(0).tolist())
         applied = self._update()
         return StepReport(
@@ -136,6 +166,7 @@ class Engine:
             skipped_steps=int(self.ds.skipped_steps),
             skipped_in_a_row=self.skipped_in_a_row,
             suspects=() if applied else self._suspects(rows, parts),
+            waited=meetings.waited() if meetings is not None else None,
         )
 
     def _update(self) -> bool:

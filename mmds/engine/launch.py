@@ -116,11 +116,10 @@ def start_ranks() -> Ranks:
         leave_out_shared_memory_op()
     else:
         accelerator.set_device(local_rank)
-    seconds = float(os.environ.get("MMDS_TIMEOUT_S", TIMEOUT_S))
     with explained():
         deepspeed.init_distributed(
             dist_backend="gloo" if on_cpu else accelerator.communication_backend_name(),
-            timeout=datetime.timedelta(seconds=seconds),
+            timeout=_timeout(),
             auto_mpi_discovery=False,
             verbose=False,
         )
@@ -129,6 +128,17 @@ def start_ranks() -> Ranks:
         _endings.append(Ending(_launchers_store(), rank=rank, world=world))
     device = torch.device(accelerator.current_device_name())
     return Ranks(rank=rank, world=world, local_rank=local_rank, device=device)
+
+
+def cpu_group() -> dist.ProcessGroup:
+    """A new group of all ranks over gloo, apart from the device's collectives; every rank calls it. It ends with `stop_ranks`."""
+    group = dist.new_group(backend="gloo", timeout=_timeout())
+    assert isinstance(group, dist.ProcessGroup), "this rank is one of all"
+    return group
+
+
+def _timeout() -> datetime.timedelta:
+    return datetime.timedelta(seconds=float(os.environ.get("MMDS_TIMEOUT_S", TIMEOUT_S)))
 
 
 def stop_ranks() -> None:

@@ -13,7 +13,7 @@ from mmds.data.rows import Row
 from mmds.engine import Engine
 
 
-def measured_step(engine: Engine, rows: Sequence[Row]) -> dict[str, Any]:
+def measured_step(engine: Engine, rows: Sequence[Row], *, measure_wait: bool = False) -> dict[str, Any]:
     """The step's report, and the gradients that the optimizer is about to use, before clipping."""
     grads: dict[str, Tensor] = {}
     optimizer = engine.ds.optimizer
@@ -28,6 +28,6 @@ def measured_step(engine: Engine, rows: Sequence[Row]) -> dict[str, Any]:
         return update(*args, **kwargs)
 
     optimizer.step = spying_update
-    report = engine.step(rows)
+    report = engine.step(rows, measure_wait=measure_wait)
     optimizer.step = update
     return {"report": report.__dict__, "grads": grads}
