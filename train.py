@@ -17,22 +17,22 @@ if __name__ == "__main__" and any(argument.startswith("--explain") for argument 
     sys.exit(explain_command(sys.argv[1:]))  # before the imports below, which take seconds
 
 from mmds import checkpoint, export, monitor
-from mmds.config import Config, load_config, rows_per_step
+from mmds.config import load_config, rows_per_step
 from mmds.data.chat_tokenizer import ChatTokenizer
 from mmds.data.loader import StepLoader
-from mmds.data.mixture import ensure_mixture, open_mixture, plan_run, text_only_share
+from mmds.data.mixture import ensure_mixture
 from mmds.dry_run import dry_run
 from mmds.engine import Engine
 from mmds.engine.assemble import assemble
 from mmds.engine.ending import describe
 from mmds.engine.launch import launched_rank, launched_world, start_ranks, stop_ranks
 from mmds.engine.machine import check_card
-from mmds.model.build import build_light, find_source, geometry_of
+from mmds.model.build import build_light, find_source
 from mmds.model.decoder import fetch, load_tokenizer
 from mmds.model.encoder import describe_pruned
 from mmds.monitor import RunFolder
-from mmds.planner import RunPlan
-from mmds.stages import check_text_share
+from mmds.rehearse import rehearse
+from mmds.run_data import RunData, plan_data
 
 
 def arguments() -> argparse.Namespace:
@@ -63,7 +63,7 @@ def arguments() -> argparse.Namespace:
 def main(args: argparse.Namespace) -> None:
     """One run, from the config to the model folder."""
     config = load_config(args.config, args.set)
-    rows, accumulation = rows_per_step(config, launched_world())
+    rows_per_step(config, launched_world())  # a batch that these ranks cannot share out is refused at once
     source = find_source(config.init_from, config.model)
     if args.dry_run:
         dry_run(config, source, launched_world())
@@ -85,50 +85,45 @@ def main(args: argparse.Namespace) -> None:
 
         with ranks.together("building the encoder and the plan"):
             encoder, connector = build_light(source, seed=config.seed)
-            geometry = geometry_of(source, encoder, connector, max_pixels=config.max_pixels)
-            mixture = open_mixture(config.data, tokenizer.fingerprint)
-            text_share = text_only_share(config.data, mixture)
-            check_text_share(text_share, config.stage)
-            plan = plan_run(config, mixture, geometry, rows=rows)
+            data = plan_data(config, source, encoder, connector, tokenizer, world=ranks.world)
+            plan = data.plan
 
         engine = assemble(config, source, encoder, connector, ranks, total_steps=plan.total_steps)
         state = checkpoint.RunState.of(engine, plan.fingerprint)
         found = checkpoint.resume(engine, run.path / "checkpoints", state, args.resume, plan)
         with ranks.together("describing the run"):
-            summary = monitor.plan_summary(plan, text_share)
+            summary = monitor.plan_summary(data)
             facts = {"clipping": config.clipping, "pruned": describe_pruned(encoder.pruned)}
             run.begin(engine.step_index, config.resolved, summary, resumed=str(found), **facts)
             export.write_parts(run.path, engine, encoder.spec, source, tokenizer.hf, config)
 
         stop = plan.total_steps if args.max_steps is None else min(plan.total_steps, args.max_steps)
-        where = {"rank": ranks.rank, "world": ranks.world, "accumulation": accumulation}
-        steps = StepLoader(
-            mixture, plan, geometry, **where, workers=config.data.workers, on_bad=config.data.on_bad_sample,
-            start_step=engine.step_index, stop_step=stop,
+        steps = data.loader(
+            rank=ranks.rank,
+            workers=config.data.workers,
+            start_step=engine.step_index,
+            stop_step=stop,
             pin_memory=ranks.device.type == "cuda",
-        )  # fmt: skip
-        train(config, engine, steps, run, state, plan)
+        )
+        rehearse(engine, steps, data, run)
+        train(data, engine, steps, run, state)
         if stop == plan.total_steps:
             export.write_model(engine, run.path, run.path / "model")
             run.event("model", path=str(run.path / "model"))
 
 
 def train(
-    config: Config,
-    engine: Engine,
-    steps: StepLoader,
-    run: RunFolder,
-    state: checkpoint.RunState,
-    plan: RunPlan,
+    data: RunData, engine: Engine, steps: StepLoader, run: RunFolder, state: checkpoint.RunState
 ) -> None:
     """The loader's steps; a checkpoint where the config asks for one, and at the last step unless the run ends there."""
+    config, plan = data.config, data.plan
     every, last = config.checkpoint.every, engine.step_index + len(steps)
     with monitor.progress_bar(config.stage.name, engine, last) as bar:
         started = time.monotonic()
         for step in steps:
-            report = engine.step(step.rows)
+            report = engine.step(step.rows, measure_wait=monitor.measures_wait(config, step.index))
             now = time.monotonic()
-            line = monitor.record(run, engine, report, step.rows, now - started, config)
+            line = monitor.record(run, engine, report, step.rows, now - started, data)
             bar.set_postfix_str(
                 f"loss {line['loss']:.3f}, {line['tokens_per_second']:,.0f} tokens/s", refresh=False
             )

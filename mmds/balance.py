@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,17 @@ class Sizes:
         return Sizes(**{name: values[samples] for name, values in vars(self).items()})
 
 
+class Needs(Protocol):
+    """What samples need of a row, int64 [n] each."""
+
+    @property
+    def tokens(self) -> IntArray: ...
+    @property
+    def patches(self) -> IntArray: ...
+    @property
+    def images(self) -> IntArray: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Most tokens, patches and images of a row; None: any number."""
@@ -55,7 +67,7 @@ class Limits:
     patches: int | None = None
     images: int | None = None
 
-    def capped(self, sizes: Sizes) -> dict[str, tuple[int, IntArray]]:
+    def capped(self, sizes: Needs) -> dict[str, tuple[int, IntArray]]:
         """Name -> (cap, what each sample needs, int64 [n]) of every kind that has a cap."""
         caps = {"tokens": self.tokens, "patches": self.patches, "images": self.images}
         return {name: (cap, getattr(sizes, name)) for name, cap in caps.items() if cap is not None}

@@ -23,7 +23,8 @@ from mmds.engine import Engine, Ranks
 from mmds.engine.zero import whole_tensors
 from mmds.errors import CheckpointError
 from mmds.model.lora import adapters_of
-from mmds.planner import PlanState, RunPlan
+from mmds.plan_state import PlanState
+from mmds.planner import RunPlan
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

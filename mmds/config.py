@@ -21,6 +21,7 @@ from mmds.config_types import (
     MixEntry,
     MmdsSection,
     ModelSection,
+    PlannerSection,
     RecomputeSection,
     ScheduleSection,
     StageSection,
@@ -38,6 +39,7 @@ __all__ = [
     "EncoderSection",
     "MixEntry",
     "ModelSection",
+    "PlannerSection",
     "RecomputeSection",
     "ScheduleSection",
     "StageSection",
@@ -58,6 +60,7 @@ class Config:
     seed: int
     model: ModelSection | None  # None only with init_from
     data: DataSection
+    planner: PlannerSection
     schedule: ScheduleSection
     weighting: str  # "token", "sample" or "sqrt"
     recompute: RecomputeSection | None  # None: nothing is recomputed
@@ -74,6 +77,11 @@ class Config:
     def max_pixels(self) -> int:
         """Most pixels (height x width) the encoder receives for one image: the run's, else the stage's."""
         return STAGES[self.stage.name].max_pixels if self.data.max_pixels is None else self.data.max_pixels
+
+    @property
+    def objective(self) -> str:
+        """What the scheme `cost` makes equal: "zero3", where ranks meet inside every layer, else "step"."""
+        return self.planner.objective or ("zero3" if self.zero_stage == 3 else "step")
 
     @property
     def clipping(self) -> float:
@@ -129,6 +137,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         seed=section.seed,
         model=section.model,
         data=section.data,
+        planner=section.planner,
         schedule=section.schedule,
         weighting=section.weighting,
         recompute=recompute,

@@ -13,6 +13,7 @@ from mmds.config_types import (
     MixEntry,
     MmdsSection,
     ModelSection,
+    PlannerSection,
     RecomputeSection,
     ScheduleSection,
     StageSection,
@@ -27,6 +28,7 @@ def check_together(section: MmdsSection, blame: Blame) -> None:
     _check_mix(section.data.mix, blame)
     _check_weights(section, blame)
     _check_stage(section.stage, section.init_from, blame)
+    _check_planner(section.planner, blame)
     if section.model is not None:
         _check_encoder(section.model.encoder, blame)
         _check_images(section.model, blame)
@@ -82,6 +84,18 @@ def _check_stage(stage: StageSection, init_from: str | None, blame: Blame) -> No
             f'stage "{stage.name}" does not train the decoder, so adapters have no use: take a stage that does ({able}), or\n'
             "    --set mmds.stage.lora=null",
         )
+
+
+def _check_planner(planner: PlannerSection, blame: Blame) -> None:
+    """Keys that only the scheme `cost` looks at."""
+    if planner.scheme == "cost":
+        return
+    for key in ("objective", "row_patches", "row_images", "calibration"):
+        if getattr(planner, key) is not None:
+            raise blame(
+                ("mmds", "planner", key),
+                f'acts only with scheme "cost", not with "{planner.scheme}": take it out, or\n    --set mmds.planner.scheme=\'"cost"\'',
+            )
 
 
 def _exactly_one(first: tuple[str, Any], second: tuple[str, Any], blame: Blame) -> None:

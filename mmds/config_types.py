@@ -279,10 +279,55 @@ class DataSection:
         default="raise", metadata=about("a sample that cannot be read: stop, or count, list and leave out")
     )
     on_long_sample: Literal["drop", "raise"] = field(
-        default="drop", metadata=about("a sample longer than row_tokens: count and leave out, or stop")
+        default="drop", metadata=about("a sample above a cap of a row alone: count and leave out, or stop")
     )
     workers: int = field(
         default=4, metadata=about("loader processes per rank; 0 = in the training process", least=0)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerSection:
+    """Which samples share a row and a step, so that all ranks are equally busy."""
+
+    scheme: Literal["cost", "token_budget", "resolution_bucket"] = field(
+        default="cost",
+        metadata=about(
+            "cost: rows equal in encoder and decoder cost; token_budget: in tokens alone; resolution_bucket: steps of like images"
+        ),
+    )
+    objective: Literal["zero3", "step"] | None = field(
+        default=None,
+        metadata=about(
+            "cost: equal in every micro-step (zero3) or over the step (step); null = by ZeRO's stage"
+        ),
+    )
+    row_patches: int | None = field(
+        default=None,
+        metadata=about("cost: most patches in a row; null = 1.25 x the mean of a full row", least=1),
+    )
+    row_images: int | None = field(
+        default=None, metadata=about("cost: most images in a row; null = any number", least=1)
+    )
+    last_step: Literal["share", "drop", "repeat"] = field(
+        default="share",
+        metadata=about(
+            "an epoch's last samples: shared out over a whole step, left out, or filled up with its first ones"
+        ),
+    )
+    calibration: str | None = field(
+        default=None,
+        metadata=about("cost: file of scripts/calibrate.py; null = costs are FLOPs", path=True),
+    )
+    rehearse: bool = field(
+        default=True,
+        metadata=about(
+            "before the first step run the row that needs most memory, and discard what comes of it"
+        ),
+    )
+    measure_wait: int = field(
+        default=50,
+        metadata=about("every n-th step measure how long ranks wait for one another; 0 = never", least=0),
     )
 
 
@@ -365,6 +410,9 @@ class MmdsSection:
         default=None, metadata=about("the three parts; may be absent with init_from")
     )
     data: DataSection = field(metadata=about("what is read, and how rows are filled"))
+    planner: PlannerSection = field(
+        default_factory=PlannerSection, metadata=about("which samples share a row and a step")
+    )
     schedule: ScheduleSection = field(metadata=about("how long, and the shape of the rates"))
     weighting: Literal["token", "sample", "sqrt"] = field(
         default="token",

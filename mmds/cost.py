@@ -3,7 +3,7 @@
 Counted as in PaLM (arXiv 2204.02311, appendix B): matrix products only, a multiply-add is 2 FLOPs. A product of x [n, i] and a matrix
 [i, o] takes 2 n i o forward, as much again for the gradient of x, and as much again for the gradient of the matrix; which of the
 three run is decided by what trains (`Training`). Not counted, because it is no product of matrices or below 0.1 %: norms, activations,
-softmax, rotary angles, interpolated position tables. LoRA is not covered.
+softmax, rotary angles, interpolated position tables.
 
 Everything is linear in six sums over pieces and segments (`Sums`), so the cost of a part is six coefficients (`Terms`), and a row, a sample
 and a million samples are computed by the same line. Letters: T tokens of a segment, n patches of a piece (an image, or its overview
@@ -30,12 +30,14 @@ WHOLE = 1_000_000
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """What trains. encoder, decoder: blocks, counted from the last; 0 = frozen, WHOLE = all, with what lies outside of blocks (the
-    patch convolution). head: the decoder's output matrix, of itself or as its tied embedding."""
+    patch convolution). head: the decoder's output matrix, of itself or as its tied embedding. adapters: weights of LoRA's matrices in the
+    decoder, all of which train."""
 
     encoder: int = 0
     connector: bool = False
     decoder: int = 0
     head: bool = False
+    adapters: int = 0
 
     @property
     def into_decoder(self) -> bool:
@@ -67,6 +69,10 @@ class Sums:
     pieces: Floats
     patches: Floats
     patch_squares: Floats
+
+    def __getitem__(self, at: int) -> Sums:
+        """Those of one of many rows."""
+        return Sums(**{name: np.asarray(values[at]) for name, values in vars(self).items()})
 
 
 def row_sums(
@@ -238,12 +244,13 @@ def decoder_terms(
     Forward: in each layer 2 per token and weight that the token meets (`decoder_matrices`), and 4 H D T^2 for the two products of
     attention in a segment, whatever G is; the head 2 d V for each supervised token. Passes: layers that train 3; frozen ones that
     gradients pass through on their way to the connector 2 of their matrices and 3 of attention, which needs the gradients of both its
-    inputs; else 1. In sum, all trained: 6 N T + 12 L H D T^2, PaLM's appendix B.
+    inputs; else 1. In sum, all trained: 6 N T + 12 L H D T^2, PaLM's appendix B. Adapters: 2 per token and weight, 3 passes, beside frozen
+    layers that gradients pass through (what lies below the first adapter is counted a little too high).
     """
     matrices = [decoder_matrices(shape, layer) for layer in range(shape.layers)]
     dense = shape.hidden * shape.intermediate if shape.last_is_product and stops_early else 0
     last = [0 if layer in shape.moe_layers else dense for layer in range(shape.layers)]
-    through = training.into_decoder
+    through = training.into_decoder or training.adapters > 0
     per_token, per_pair = _block_products(
         matrices,
         last,
@@ -252,9 +259,11 @@ def decoder_terms(
         carries=through,
         every=every,
     )
+    again = sum(index % every == 0 for index in range(shape.layers)) / shape.layers if every else 0.0
+    per_token += training.adapters * (3 + again)
     head_passes = 1 + training.head + (training.decoder > 0 or through)
     return Terms(
-        tokens=2 * per_token,
+        tokens=2.0 * per_token,
         squares=2 * per_pair * (0.5 if causal_half else 1.0),
         supervised=2 * shape.hidden * shape.vocabulary * head_passes,
     )

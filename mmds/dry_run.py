@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from mmds.config import Config, rows_per_step
 from mmds.config_types import LoraSection
 from mmds.data.chat_tokenizer import ChatTokenizer
-from mmds.data.mixture import Mixture, ensure_mixture, open_mixture, plan_run, text_only_share
+from mmds.data.mixture import ensure_mixture
 from mmds.data.row_maker import load_sample
 from mmds.data.rows import IGNORE, Row, build_row
 from mmds.engine.launch import launched_rank
 from mmds.engine.schedule import warmup_steps
 from mmds.geometry import Geometry
-from mmds.hf_target import exports_to
-from mmds.model.build import Source, describe_light, geometry_of
-from mmds.model.connector import Connector
+from mmds.model.build import Source, describe_light
 from mmds.model.decoder import load_config, load_tokenizer
-from mmds.model.encoder import Encoder, describe_pruned
-from mmds.model.folder import Description
-from mmds.model.last_blocks import last_blocks
-from mmds.model.lora import adapters_of, add_adapters, has_fused_experts, is_adapter
+from mmds.model.encoder import describe_pruned
+from mmds.model.lora import adapters_of, has_fused_experts, is_adapter
 from mmds.model.qualify import qualify
 from mmds.planner import RunPlan
-from mmds.stages import PARTS, assign_rates, check_text_share, with_last_blocks
+from mmds.run_data import RunData, plan_data
+from mmds.run_forecast import plan_facts
+from mmds.run_outline import outline
+from mmds.stages import PARTS
+from mmds.text_tables import facts, table
 
 WEIGHTINGS = {"token": "its supervised tokens", "sample": "1", "sqrt": "the root of its supervised tokens"}
 
@@ -47,52 +45,24 @@ def dry_run(config: Config, source: Source, world: int) -> None:
     if launched_rank():
         return
     print(json.dumps(config.resolved, indent=2))
-    decoder_config = load_config(source.decoder_name)
-    qualify(decoder_config, source.positions)
-    with torch.device("meta"):
-        llm = AutoModelForCausalLM.from_config(decoder_config)
-        if config.stage.lora is not None:
-            add_adapters(llm, config.stage.lora, seed=0)
+    qualify(load_config(source.decoder_name), source.positions)
     encoder, connector = describe_light(source)
-    sizes = {f"encoder.{n}": p.numel() for n, p in encoder.named_parameters()}
-    sizes |= {f"connector.{n}": p.numel() for n, p in connector.named_parameters()}
-    sizes |= {f"decoder.llm.{n}": p.numel() for n, p in llm.named_parameters()}
-    table = with_last_blocks(config.rates, last_blocks(encoder, config.stage.encoder_blocks))
-    rates = assign_rates(sizes, table)
+    tokenizer = ChatTokenizer(load_tokenizer(source.decoder_name))
+    known = outline(config, source, encoder, connector)
+    sizes, rates = known.sizes, known.rates
     print(f"\n{rate_table(sizes, rates)}\n\n{total_table(sizes, rates, encoder.pruned)}")
     print(f"pruned from the encoder: {describe_pruned(encoder.pruned)}")
-    print(f"{export_line(config, source, encoder, connector, decoder_config)}\n")
-    tokenizer = ChatTokenizer(load_tokenizer(source.decoder_name))
+    print(f"{known.exports}\n")
     ensure_mixture(config.data, tokenizer)
-    mixture = open_mixture(config.data, tokenizer.fingerprint)
-    check_text_share(text_only_share(config.data, mixture), config.stage)
-    geometry = geometry_of(source, encoder, connector, max_pixels=config.max_pixels)
-    rows, accumulation = rows_per_step(config, world)
-    plan = plan_run(config, mixture, geometry, rows=rows)
-    print(_step_table(config, plan, mixture, geometry, world, accumulation))
-    encoder_trains = any(rate is not None for name, rate in rates.items() if name.startswith("encoder."))
-    print(_engine_table(config, encoder_trains))
+    data = plan_data(config, source, encoder, connector, tokenizer, world=world)
+    print(_step_table(data))
+    print(_engine_table(config, known.encoder_trains))
     if config.stage.lora is not None:
-        print(_adapter_table(config.stage.lora, llm))
-    print(f"\n{rank_table(config, world, samples_a_row=_samples_a_row(plan))}\n")
-    first = [load_sample(mixture, int(i), geometry) for i in plan.rows_for(0, 0, 0, world=world)]
-    print(marked_row(build_row(first, geometry), tokenizer))
-
-
-def export_line(
-    config: Config, source: Source, encoder: Encoder, connector: Connector, decoder_config: Any
-) -> str:
-    """What scripts/export_hf.py would make of the run's model. decoder_config: Hugging Face's."""
-    description = Description(
-        encoder=encoder.spec,
-        connector=connector.section,
-        decoder_width=int(decoder_config.get_text_config().hidden_size),
-        resolution=source.resolution,
-        positions=source.positions,
-        max_pixels=config.max_pixels,
-    )
-    name, reason = exports_to(description, decoder_config)
-    return f"exports to {name} of transformers" if name else f"exports to its model folder alone: {reason}"
+        print(_adapter_table(config.stage.lora, known.llm))
+    print(f"\n{rank_table(config, world, samples_a_row=_samples_a_row(data.plan))}\n")
+    samples = data.plan.rows_for(0, 0, 0, world=world).tolist()
+    first = [load_sample(data.mixture, i, data.geometry) for i in samples]
+    print(marked_row(build_row(first, data.geometry), tokenizer))
 
 
 def marked_row(row: Row, tokenizer: ChatTokenizer) -> str:
@@ -124,7 +94,7 @@ def rate_table(sizes: Mapping[str, int], rates: Mapping[str, float | None]) -> s
         key = name.split(".")[0], rate
         counts[key] = counts.get(key, 0) + sizes[name]
     rows = [(part, f"{n:,}", "frozen" if rate is None else f"{rate:g}") for (part, rate), n in counts.items()]
-    return _table(("part", "parameters", "rate"), rows)
+    return table(("part", "parameters", "rate"), rows)
 
 
 def total_table(
@@ -140,7 +110,7 @@ def total_table(
         sums = [total + n for total, n in zip(sums, counts, strict=True)]
         rows.append((part, *(f"{n:,}" for n in counts)))
     rows.append(("all", *(f"{n:,}" for n in sums)))
-    return _table(("", "trained", "frozen", "pruned"), rows)
+    return table(("", "trained", "frozen", "pruned"), rows)
 
 
 def rank_table(config: Config, world: int, *, samples_a_row: float) -> str:
@@ -158,21 +128,7 @@ def rank_table(config: Config, world: int, *, samples_a_row: float) -> str:
         tokens, samples = rows * config.data.row_tokens, rows * samples_a_row
         here = "this run" if ranks == world else ""
         lines.append((str(ranks), str(accumulation), str(rows), f"{tokens:,}", f"{samples:,.0f}", here))
-    return _table(("ranks", "micro-steps", "rows a step", "tokens at most", "samples about", ""), lines)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, the first one flush left."""
-    lines = [head, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    shown = [
-        [
-            line[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
-        ]
-        for line in lines
-    ]
-    return "\n".join("  ".join(cells).rstrip() for cells in shown)
+    return table(("ranks", "micro-steps", "rows a step", "tokens at most", "samples about", ""), lines)
 
 
 def _samples_a_row(plan: RunPlan) -> float:
@@ -180,24 +136,23 @@ def _samples_a_row(plan: RunPlan) -> float:
     return first.samples / first.rows
 
 
-def _step_table(
-    config: Config, plan: RunPlan, mixture: Mixture, geometry: Geometry, world: int, accumulation: int
-) -> str:
+def _step_table(data: RunData) -> str:
+    config, plan = data.config, data.plan
     first = plan.preview()
-    supervised = sum(int(shards.supervised.sum()) for shards in mixture.sets)
+    supervised = sum(int(shards.supervised.sum()) for shards in data.mixture.sets)
     held_out = sum(len(source.held_out) for source in plan.stream.sources)
-    text_share = text_only_share(config.data, mixture)
-    return _facts(
+    return facts(
         {
-            "ranks": str(world),
-            "rows a step": f"{plan.rows_per_step} = {world} ranks x {accumulation} micro-steps of one row",
+            "ranks": str(data.world),
+            "rows a step": f"{plan.rows_per_step} = {data.world} ranks x {data.accumulation} micro-steps of one row",
             "tokens a step": f"{first.tokens / first.steps:,.0f} of {plan.rows_per_step * config.data.row_tokens:,}",
             "samples a step": f"{first.samples / first.steps:,.1f}",
-            "visual tokens an image": visual_tokens_text(geometry),
-            "samples": f"{len(mixture):,}, held out {held_out:,}; of those seen {text_share:.1%} are text-only",
-            "too long": f"{first.dropped:,} of the samples of the first {first.steps:,} steps",
+            "visual tokens an image": visual_tokens_text(data.geometry),
+            "samples": f"{len(data.mixture):,}, held out {held_out:,}; of those seen {data.text_share:.1%} are text-only",
+            "too large": f"{first.dropped:,} of the samples of the first {first.steps:,} steps",
             "supervised tokens": f"{supervised:,}, each sample once",
             "steps": f"{plan.total_steps:,}, warm-up {warmup_steps(config.schedule, plan.total_steps):,}",
+            **plan_facts(data),
         }
     )
 
@@ -212,7 +167,7 @@ def visual_tokens_text(geometry: Geometry) -> str:
 
 def _engine_table(config: Config, encoder_trains: bool) -> str:
     offload = config.deepspeed["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-    return _facts(
+    return facts(
         {
             "weight of a sample": f"{config.weighting}: {WEIGHTINGS[config.weighting]}",
             "clipping": f"gradient norm {config.clipping:g}" if config.clipping else "off",
@@ -233,7 +188,7 @@ def _adapter_table(lora: LoraSection, llm: PreTrainedModel) -> str:
     size = sum(p.numel() for name, p in llm.named_parameters() if is_adapter(name))
     without = "; the experts are fused and have none" if has_fused_experts(llm) else ""
     end = "kept beside the decoder, in decoder/adapter" if lora.keep else "merged into the decoder"
-    return _facts(
+    return facts(
         {
             "adapters": f"rank {lora.rank}, scale {lora.scale:g}, dropout {lora.dropout:g}: {size:,} parameters",
             "adapters beside": f"{len(modules)} linear modules: {endings}{without}",
@@ -251,7 +206,3 @@ def _recomputed(config: Config, encoder_trains: bool) -> str:
         words = {0: "no block", 1: "every block"}.get(n, f"blocks 0, {n}, {2 * n}, ...")
         shown.append(f"{part} {words if encoder_trains or part != 'encoder' else 'frozen'}")
     return ", ".join(shown) + (" (DeepSpeed's function)" if config.deepspeed_recomputes else "")
-
-
-def _facts(facts: Mapping[str, str]) -> str:
-    return "\n".join(f"{key:<24}{value}" for key, value in facts.items())

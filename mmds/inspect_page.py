@@ -69,8 +69,16 @@ _PART = "\u22ef"  # a token that is only a part of a character
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def render(row: Row, tokenizer: ChatTokenizer, *, title: str, place: str, row_tokens: int) -> str:
-    """The page of a row. title: of the page; place: where the row stands; row_tokens: most tokens of a row."""
+def render(
+    row: Row,
+    tokenizer: ChatTokenizer,
+    *,
+    title: str,
+    place: str,
+    row_tokens: int,
+    cost: Mapping[str, str] | None = None,
+) -> str:
+    """The page of a row. title: of the page; place: where the row stands; row_tokens: most tokens of a row; cost: what of it -> how much."""
     view = _View(row, tokenizer)
     samples = range(len(row.sample_keys))
     return "".join(
@@ -81,6 +89,7 @@ def render(row: Row, tokenizer: ChatTokenizer, *, title: str, place: str, row_to
             f"<title>{shown(title)}</title><style>{_STYLE}</style></head><body><main>",
             f'<h1>{shown(title)}</h1><p class="quiet">{shown(place)}</p>',
             _counts(row, view, row_tokens),
+            _values({f"cost: {name}": shown(value) for name, value in (cost or {}).items()}),
             _overview(view, row_tokens),
             _LEGEND,
             *(view.sample(index) for index in samples),
@@ -232,7 +241,7 @@ def data_uri(pixels: Tensor) -> str:
 
 
 def _counts(row: Row, view: _View, row_tokens: int) -> str:
-    values: Mapping[str, int | str] = {
+    values: dict[str, int | str] = {
         "tokens": row.real_tokens,
         "of a row's": f"{row_tokens} ({row.real_tokens / row_tokens:.1%})",
         "samples": sum(bool(key) for key in row.sample_keys),
@@ -242,6 +251,11 @@ def _counts(row: Row, view: _View, row_tokens: int) -> str:
         "bad samples": len(row.bad),
         "segment boundaries": ", ".join(map(str, view.bounds)),
     }
+    return _values(values)
+
+
+def _values(values: Mapping[str, int | str]) -> str:
+    """Names and values side by side."""
     return "<dl>" + "".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in values.items()) + "</dl>"
 
 

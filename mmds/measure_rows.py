@@ -98,7 +98,9 @@ def build_bench(config: Config, source: Source, device: torch.device, *, blocks:
     for name, parameter in named.items():
         parameter.requires_grad_(rates[name] is not None)
     training = training_of(encoder, connector, llm, rates)
-    cost = cost_model(model_shape(encoder, connector, llm), training, recompute=config.recompute)
+    cost = cost_model(
+        model_shape(encoder, connector, llm), training, recompute=config.recompute, causal_half=True
+    )
     trains = any(rate is not None for name, rate in rates.items() if name.startswith("encoder."))
     model = Mllm(
         connector=connector, decoder=decoder, encoder=encoder if trains else None, weighting=config.weighting

@@ -51,17 +51,23 @@ class StateBytes:
 
 
 def activation_bytes(
-    shape: ModelShape, sums: Sums, training: Training, *, recompute: RecomputeSection | None = None
+    shape: ModelShape,
+    sums: Sums,
+    training: Training,
+    *,
+    recompute: RecomputeSection | None = None,
+    keeps_inputs: bool = False,
 ) -> ActivationBytes:
-    """What a micro-step of these rows keeps. recompute: these blocks keep their input alone; None = none.
+    """What a micro-step of these rows keeps. recompute: these blocks keep their input alone; None = none. keeps_inputs: of frozen matrices
+    too, as DeepSpeed's linear function does, which ZeRO-3 puts in the place of torch's.
 
     The head: bf16 logits (2), fp32 log-probabilities (4) and, going back, two fp32 gradients (8) less the bf16 logits by then: 12 bytes
     for each supervised token and vocabulary row.
     """
     every = recompute or RecomputeSection(encoder=0, connector=0, decoder=0)
     encoder, encoder_block = _encoder(shape.encoder, training, every.encoder)
-    decoder, decoder_block = _decoder(shape.decoder, training, every.decoder)
-    back = training.into_decoder or training.decoder > 0 or training.head
+    decoder, decoder_block = _decoder(shape.decoder, training, every.decoder, keeps_inputs)
+    back = training.into_decoder or training.decoder > 0 or training.head or training.adapters > 0
     kept_connector = _connector(shape, training)
     connector_block = Terms()
     if every.connector and training.into_decoder:
@@ -123,35 +129,42 @@ def _features(shape: ModelShape) -> Terms:
     return Terms(patches=HALF * first.inputs / (shape.connector.merge**2 if first.per == "merged" else 1))
 
 
-def _decoder(shape: DecoderShape, training: Training, every: int) -> tuple[Terms, Terms]:
-    """Kept bytes, and those of the largest layer where it is recomputed; the final norm is kept in any case."""
-    through = training.into_decoder
+def _decoder(shape: DecoderShape, training: Training, every: int, keeps_inputs: bool) -> tuple[Terms, Terms]:
+    """Kept bytes, and those of the largest layer where it is recomputed; the final norm is kept in any case. A layer with adapters keeps
+    what a trained one does: A needs the input of its matrix."""
+    through = training.into_decoder or training.adapters > 0
     first = 0 if through else max(0, shape.layers - training.decoder)
     if first >= shape.layers:
         return Terms(), Terms()
     whole = {
-        layer: layer_bytes(shape, layer, trains=layer >= shape.layers - training.decoder)
+        layer: layer_bytes(
+            shape,
+            layer,
+            trains=layer >= shape.layers - training.decoder or training.adapters > 0,
+            keeps_inputs=keeps_inputs,
+        )
         for layer in range(first, shape.layers)
     }
     kept, largest = _kept(whole, every, HALF * shape.hidden)
     return Terms(tokens=kept + _norm_bytes(shape.hidden, trains=training.decoder > 0)), Terms(tokens=largest)
 
 
-def layer_bytes(shape: DecoderShape, layer: int, *, trains: bool) -> float:
+def layer_bytes(shape: DecoderShape, layer: int, *, trains: bool, keeps_inputs: bool = False) -> float:
     """Bytes that a decoder layer keeps for each token.
 
     Two norms; queries and output 2 H D, keys and values 2 G D in bf16, one fp32 number per head; of an MLP its gate, the gate's activation,
     the other branch and their product (4; ungated 2: before and after the activation). Frozen layers keep no input of a matrix,
-    so neither the product nor the norms' bf16 outputs. An expert keeps an MLP's, its input and, to be weighted, its output.
+    so neither the product nor the norms' bf16 outputs, unless `keeps_inputs`. An expert keeps an MLP's, its input and, to be weighted, its output.
     """
-    norms = 2 * _norm_bytes(shape.hidden, trains=trains)
+    inputs = trains or keeps_inputs
+    norms = 2 * _norm_bytes(shape.hidden, trains=trains) + (0 if trains else inputs * 2 * HALF * shape.hidden)
     if shape.qk_norm:
         norms += (FULL + (HALF if trains else 0)) * (shape.heads + shape.kv_heads) * shape.head
     attention = HALF * 2 * (shape.heads + shape.kv_heads) * shape.head + FULL * shape.heads
-    per_hidden = HALF * ((3 if shape.gated else 1) + trains)
+    per_hidden = HALF * ((3 if shape.gated else 1) + inputs)
     if layer not in shape.moe_layers:
         return float(norms + attention + per_hidden * shape.intermediate)
-    expert = per_hidden * shape.expert_width + HALF * shape.hidden * (1 + trains)
+    expert = per_hidden * shape.expert_width + HALF * shape.hidden * (1 + inputs)
     shared = per_hidden * shape.shared_width
     return float(norms + attention + shape.active * expert + shared + FULL * shape.experts)
 

@@ -24,7 +24,8 @@ from mmds.config import Config
 from mmds.data.rows import Row
 from mmds.engine import Engine, Ranks, StepReport
 from mmds.errors import CheckpointError, DataError
-from mmds.planner import RunPlan
+from mmds.planner import Balance
+from mmds.run_data import RunData
 
 BEAT_S = 10.0
 """Seconds between heartbeats of run.lock; a lock is stale after three."""
@@ -129,8 +130,21 @@ class RunFolder:
                 os.utime(lock)
 
 
-def step_metrics(report: StepReport, *, seconds: float, row_capacity: int) -> dict[str, Any]:
-    """One line of metrics.jsonl. seconds: wall time of the step; row_capacity: row_tokens x rows of the step."""
+def measures_wait(config: Config, step: int) -> bool:
+    """Whether the wait of ranks is measured in a step, counted from 0: every `mmds.planner.measure_wait`-th, the first one not, which warms up."""
+    every = config.planner.measure_wait
+    return every > 0 and step % every == every - 1
+
+
+def step_metrics(
+    report: StepReport, *, seconds: float, row_capacity: int, balance: Balance | None = None
+) -> dict[str, Any]:
+    """One line of metrics.jsonl. seconds: wall time of the step; row_capacity: row_tokens x rows of the step; balance: predicted.
+
+    imbalance: the step's time over what it would be were all ranks equally busy: predicted, the least that a plan could reach, and
+    measured; wait: in a measured step, seconds that each rank waited and the share of all ranks' time.
+    """
+    waited = report.waited
     return {
         "step": report.step,
         "loss": report.loss,
@@ -147,20 +161,29 @@ def step_metrics(report: StepReport, *, seconds: float, row_capacity: int) -> di
         "images": report.images,
         "bad_samples": report.bad,
         "skipped_steps": report.skipped_steps,
+        "imbalance": {
+            "predicted": None if balance is None else balance.ratio,
+            "bound": None if balance is None else balance.bound,
+            "measured": None if waited is None else waited.imbalance,
+        },
+        "wait": None if waited is None else {"share": waited.idle_share, "seconds": list(waited.waits)},
         "seconds": seconds,
         "tokens_per_second": report.real / seconds,
     }
 
 
 def record(
-    run: RunFolder, engine: Engine, report: StepReport, rows: Sequence[Row], seconds: float, config: Config
+    run: RunFolder, engine: Engine, report: StepReport, rows: Sequence[Row], seconds: float, data: RunData
 ) -> dict[str, Any]:
     """Write a finished step everywhere: metrics.jsonl, TensorBoard, and what went wrong in it. Every rank calls it.
 
     rows: this rank's; seconds: wall time of the step. Returns the line of metrics.jsonl. Raises DataError on every rank, once that
     is written, after `stop_after_skipped` steps in a row without an update.
     """
-    line = step_metrics(report, seconds=seconds, row_capacity=engine.rows_per_step * config.data.row_tokens)
+    config = data.config
+    capacity = engine.rows_per_step * config.data.row_tokens
+    balance = data.balance(report.step - 1) if engine.ranks.first else None
+    line = step_metrics(report, seconds=seconds, row_capacity=capacity, balance=balance)
     run.metrics(line)
     engine.write_events(scalars(line), report.step)
     if report.bad:
@@ -209,17 +232,26 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
         "data/images": metrics["images"],
         "data/bad_samples": metrics["bad_samples"],
     }
+    flat |= {f"balance/{kind}": ratio for kind, ratio in metrics["imbalance"].items() if ratio is not None}
+    if metrics["wait"] is not None:
+        flat["balance/wait_share"] = metrics["wait"]["share"]
     return flat
 
 
-def plan_summary(plan: RunPlan, text_only_share: float) -> dict[str, Any]:
-    """plan.json: the plan in numbers, and a fingerprint of all that decides it (content, sizes, seed, row, batch)."""
-    first = plan.preview()
-    return {
+def plan_summary(data: RunData) -> dict[str, Any]:
+    """plan.json: the plan in numbers, and a fingerprint of all that decides it (content, sizes, seed, row, batch).
+
+    digest: of the rows of the first steps. An epoch's end is known beforehand only where the run has epochs.
+    """
+    plan, first = data.plan, data.plan.preview()
+    summary = {
         "fingerprint": plan.fingerprint,
+        "digest": first.digest,
+        "scheme": data.config.planner.scheme,
+        "row": vars(plan.scheme.limits),
         "samples": int(plan.stream.starts[-1]),
         "held_out": sum(len(source.held_out) for source in plan.stream.sources),
-        "text_only_share": text_only_share,
+        "text_only_share": data.text_share,
         "steps": plan.total_steps,
         "rows_per_step": plan.rows_per_step,
         "first_steps": {
@@ -227,9 +259,13 @@ def plan_summary(plan: RunPlan, text_only_share: float) -> dict[str, Any]:
             "samples": first.samples,
             "tokens": first.tokens,
             "fill": first.tokens / (first.rows * plan.row_tokens),
-            "dropped_as_too_long": first.dropped,
+            "dropped_as_too_large": first.dropped,
         },
     }
+    if plan.end is not None:
+        left_out = {"dropped_as_too_large": plan.end.dropped, "unfinished": plan.end.unfinished}
+        summary["whole_run"] = {**left_out, "repeated": plan.end.repeated}
+    return summary
 
 
 def _start_line(ranks: Ranks) -> dict[str, Any]:

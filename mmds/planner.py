@@ -1,11 +1,12 @@
 """Which samples make which row of which rank in which micro-step: a pure function of the stream, the sizes and the row.
 
-    sample   one conversation                     row    samples back to back, at most `row_tokens` long
+    sample   one conversation                     row    samples back to back, under the caps of a row
     step     rows_per_step rows over all ranks    R      rows of a step
 
-Row `micro * world + rank` of a step belongs to that rank's micro-step, so a step holds the same rows on any number of ranks. Every
+Row `micro * world + rank` of a step belongs to that rank's micro-step; the samples of a step are the same on any number of ranks. Every
 process plans for itself and gets the same answer: no communication. Steps are planned one after the other as they are asked for,
-so that a plan of a billion samples begins at once; a `PlanState` is a place from which to go on.
+so that a plan of a billion samples begins at once; a `PlanState` is a place from which to go on. How samples become rows is the
+`Scheme`'s.
 """
 
 from __future__ import annotations
@@ -13,232 +14,242 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mmds.errors import ConfigError, DataError
-from mmds.packing import IntArray, Lengths, Packer, Samples, complete_last_step
-from mmds.sample_stream import SampleStream, Source, StreamState
+from mmds.balance import Limits, bound, sync_cost
+from mmds.errors import ConfigError
+from mmds.packing import IntArray, Samples
+from mmds.plan_ahead import PlanAhead
+from mmds.plan_state import PlannedStep, PlanState
+from mmds.sample_sizes import Measure, text_only
+from mmds.sample_stream import SampleStream, Source
+from mmds.schemes import Scheme, TokenBudget
 
-CHUNK = 256  # samples taken from the stream at a time
 RECENT = 256  # steps that stay at hand; a loader asks for rows ahead of those in use
 ANCHOR = 64  # steps between the places that are kept for going back
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanState:
-    """A place between two steps: everything that decides the steps after it, in plain numbers.
-
-    step: steps planned. stream: samples taken. open: rows being filled, oldest first. ready: rows that wait for their step.
-    dropped: samples so far that are longer than a row. ended: the epoch has no more samples.
-    """
-
-    step: int
-    stream: StreamState
-    open: tuple[Samples, ...] = ()
-    ready: tuple[Samples, ...] = ()
-    dropped: int = 0
-    ended: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """A dict of plain JSON types."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> PlanState:
-        """The inverse of `to_json`."""
-        rows = {name: tuple(tuple(row) for row in data[name]) for name in ("open", "ready")}
-        stream = StreamState(epoch=data["stream"]["epoch"], taken=tuple(data["stream"]["taken"]))
-        return PlanState(**{**data, **rows, "stream": stream})
+PREVIEWED = 2048  # rows of a preview: enough for a mean, few enough for any number of ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """The first steps of a run in numbers: steps, rows (filler rows included), samples, their tokens, and samples left out as too long."""
+    """The first steps of a run in numbers: steps, rows (filler rows included), samples, their tokens, and samples left out as too large.
+
+    digest: SHA-256 of the rows, the same in every process that plans the same.
+    """
 
     steps: int
     rows: int
     samples: int
     tokens: int
     dropped: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """A step's predicted cost, what it would cost were all ranks equally busy, and the ratio of the two that no plan of it can beat."""
+
+    cost: float
+    mean: float
+    bound: float
+
+    @property
+    def ratio(self) -> float:
+        """1: no rank waits."""
+        return self.cost / self.mean if self.mean else 1.0
 
 
 class RunPlan:
-    """All rows of a run, step after step (scheme `token_budget`).
+    """All rows of a run, step after step.
 
     Give `epochs`, or `steps` (which may end inside an epoch and takes as many as it needs). The arguments alone decide the answer: a
-    resumed run asks from its step on and gets what the uninterrupted run got. In an epoch every sample is in exactly one row, except for
-    those that are longer than a row.
+    resumed run asks from its step on and gets what the uninterrupted run got.
     """
 
     def __init__(
         self,
-        stream: SampleStream,
-        lengths: Lengths,
+        scheme: Scheme,
         *,
-        row_tokens: int,
-        rows_per_step: int,
         epochs: int | None = None,
         steps: int | None = None,
-        on_long: str = "drop",
-        names: Callable[[int], str] | None = None,
         fingerprint: str = "",
     ) -> None:
-        """Plans nothing yet, except where `epochs` asks how many steps they are.
+        """Plans nothing yet, except where `epochs` asks how many steps they are. fingerprint: of all that decides the plan.
 
-        lengths: sample numbers, int64 [k] -> tokens of each with its slots expanded, int64 [k]. rows_per_step: rows of all ranks and
-        micro-steps. on_long: a sample longer than a row is "drop"ped and counted, or "raise"s a DataError once it is met. names: number ->
-        name, for errors. fingerprint: of all that decides the plan. Raises ConfigError when an epoch holds fewer samples than a step
-        has rows.
+        Raises ConfigError when an epoch holds fewer samples than a step has rows.
         """
-        assert row_tokens > 0 and rows_per_step > 0 and on_long in ("drop", "raise")
         if (epochs is None) == (steps is None):
             raise ConfigError("give either schedule.epochs or schedule.steps, not both")
         if (epochs or steps or 0) < 1:
             raise ConfigError(f"schedule.epochs and schedule.steps must be at least 1, got {epochs or steps}")
-        if epochs is not None and stream.epoch_samples is None:
+        if epochs is not None and scheme.stream.epoch_samples is None:
             raise ConfigError("a mix with weights has no epochs: give schedule.steps")
-        self.stream, self.row_tokens, self.rows_per_step = stream, row_tokens, rows_per_step
+        self.scheme, self.stream, self.rows_per_step = scheme, scheme.stream, scheme.rows
+        self.row_tokens = scheme.limits.tokens
         self.fingerprint = fingerprint
-        self._lengths, self._on_long, self._names = lengths, on_long, names
-        self._state = self._start = PlanState(step=0, stream=stream.start)
-        self._anchors: OrderedDict[int, PlanState] = OrderedDict({0: self._start})
-        self._recent: OrderedDict[int, list[Samples]] = OrderedDict()
-        self.total_steps = steps if steps is not None else self._count_steps(epochs or 1)
+        self._epochs = epochs
+        self._first = self._state = scheme.start
+        self._anchors: OrderedDict[int, PlanState] = OrderedDict({0: self._first})
+        self._recent: OrderedDict[int, tuple[Samples, ...]] = OrderedDict()
+        self._world = 1
+        self._ahead: PlanAhead | None = None
+        self.end: PlanState | None = None
+        """The place after the last step; None where the run has a number of steps, which are not looked at beforehand."""
+        self.total_steps = steps if steps is not None else self._count_steps()
 
     def rows_for(self, step: int, micro: int, rank: int, *, world: int) -> IntArray:
         """Sample numbers, int64 [k], of the row of `rank` of `world` in micro-step `micro` of `step`; k = 0 for a filler row."""
         if not 0 <= rank < world or micro < 0 or (micro + 1) * world > self.rows_per_step:
             raise IndexError(f"micro-step {micro}, rank {rank} of {world}, {self.rows_per_step} rows a step")
-        return np.array(self.step_rows(step)[micro * world + rank], dtype=np.int64)
+        return np.array(self.step_rows(step, world=world)[micro * world + rank], dtype=np.int64)
 
-    def step_rows(self, step: int) -> list[Samples]:
-        """The rows of a step, `rows_per_step` of them. Raises IndexError outside the run."""
-        if not 0 <= step < self.total_steps:
-            raise IndexError(f"step {step} of a run of {self.total_steps} steps")
+    def step_rows(self, step: int, *, world: int = 1) -> tuple[Samples, ...]:
+        """The rows of a step, `rows_per_step` of them, in the order of `world` ranks. Raises IndexError outside the run."""
+        if not self._first.step <= step < self.total_steps:
+            since = f", planned from step {self._first.step} on" if self._first.step else ""
+            raise IndexError(f"step {step} of a run of {self.total_steps} steps{since}")
+        if world != self._world:
+            self._recent.clear()
+            self._world = world
         if step not in self._recent:
-            places = [*self._anchors.values(), self._state]
-            self._state = max((place for place in places if place.step <= step), key=lambda place: place.step)
-            while self._state.step <= step:
-                self._advance()
+            self._go_to(step)
+            while step not in self._recent:
+                self._keep(self._plan(self._state))
         return self._recent[step]
 
     def state_at(self, step: int) -> PlanState:
         """A place at or shortly before `step`, for `restore` to go on from."""
-        self.step_rows(min(step, self.total_steps - 1))
+        near = max(place for place in self._anchors if place <= step)
+        if near + ANCHOR <= step:
+            self._go_to(min(step, self.total_steps))
         return self._anchors[max(place for place in self._anchors if place <= step)]
 
     def restore(self, state: PlanState) -> None:
         """Go on from a place where this plan, or one with the same fingerprint, has been."""
         self._anchors[state.step] = self._state = state
 
-    def preview(self, steps: int = 100) -> Preview:
-        """The first steps, or all of a shorter run."""
-        state, planned = self._start, []
-        for _ in range(min(steps, self.total_steps)):
-            state, rows = self._next(state)
-            planned += rows
-        samples = np.array([i for row in planned for i in row], dtype=np.int64)
-        tokens = int(self._lengths(samples).sum())
+    def go_on(self, state: PlanState) -> None:
+        """Go on from a place of a plan of the same data with another number of rows a step: what it has used stays used, and an epoch
+        still ends when every sample has come once. Steps before it cannot be asked for. With `epochs` the number of steps is counted anew."""
+        self._first = self._state = state
+        self._anchors = OrderedDict({state.step: state})
+        self._recent.clear()
+        if self._epochs is not None:
+            self.total_steps = self._count_steps()
+
+    def preview(self, steps: int | None = None) -> Preview:
+        """The first steps, or all of a shorter run. None: as many as have PREVIEWED rows, at most 100."""
+        if steps is None:
+            steps = min(100, max(1, PREVIEWED // self.rows_per_step))
+        state, rows = self._first, list[Samples]()
+        last = min(state.step + steps, self.total_steps)
+        while state.step < last:
+            for planned in self.scheme.steps(state, last - state.step, world=1):
+                state = planned.after
+                rows += planned.rows
+        samples = np.array([i for row in rows for i in row], dtype=np.int64)
         return Preview(
-            steps=state.step, rows=len(planned), samples=len(samples), tokens=tokens, dropped=state.dropped
+            steps=state.step - self._first.step,
+            rows=len(rows),
+            samples=len(samples),
+            tokens=int(self.scheme.sizes(samples).tokens.sum()),
+            dropped=state.dropped,
+            digest=hashlib.sha256(json.dumps([[list(row) for row in rows]]).encode()).hexdigest(),
         )
 
-    def _count_steps(self, epochs: int) -> int:
-        """Steps of that many epochs: each is packed once."""
-        state = self._start
-        while state.stream.epoch < epochs:
-            state, _ = self._next(state)
+    def balance_of(self, step: int, *, world: int, objective: str) -> Balance | None:
+        """How equal the rows of a step are by their predicted costs; None where the plan knows none. objective: as for `balance.even_rows`."""
+        if self.scheme.cost is None:
+            return None
+        rows = self.step_rows(step, world=world)
+        costs = self.scheme.costs([i for row in rows for i in row])
+        row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        encoder, decoder = (
+            np.bincount(row_of, weights=each, minlength=len(rows)).astype(np.float64).reshape(-1, world)
+            for each in (costs.encoder, costs.decoder)
+        )
+        if objective == "zero3":
+            most, mean = sync_cost(encoder, decoder)
+        else:
+            each = (encoder + decoder).sum(axis=0)
+            most, mean = float(each.max()), float(each.mean())
+        return Balance(cost=most, mean=mean, bound=bound(costs, world=world, objective=objective).ratio)
+
+    def begin_ahead(self) -> None:
+        """From now on steps are planned in a process beside this one, before they are asked for, where the scheme takes long enough."""
+        if self._ahead is None and self.scheme.ahead:
+            self._ahead = PlanAhead(self.scheme)
+
+    def end_ahead(self) -> None:
+        """End that process."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _count_steps(self) -> int:
+        """Steps until the last epoch has ended: each epoch is gone through once."""
+        state = self._first
+        while state.stream.epoch < (self._epochs or 1):
+            state = self.scheme.skip(state)
+        self.end = state
         return state.step
 
-    def _advance(self) -> None:
-        """Plan one step and keep it at hand."""
-        before = self._state
-        self._state, self._recent[before.step] = self._next(before)
-        if len(self._recent) > RECENT:
+    def _go_to(self, step: int) -> None:
+        """Bring the place to the step, from the latest known one before it."""
+        places = [*self._anchors.values(), self._state]
+        self._state = max((place for place in places if place.step <= step), key=lambda place: place.step)
+        while self._state.step < step:
+            self._move(self.scheme.skip(self._state))
+
+    def _plan(self, state: PlanState) -> list[PlannedStep]:
+        most = min(RECENT // 2, self.total_steps - state.step)
+        if self._ahead is None:
+            return self.scheme.steps(state, most, world=self._world)
+        planned = self._ahead.steps(state, most, world=self._world)
+        after = planned[-1].after
+        if after.step < self.total_steps:
+            self._ahead.ask(after, min(RECENT // 2, self.total_steps - after.step), world=self._world)
+        return planned
+
+    def _keep(self, planned: list[PlannedStep]) -> None:
+        for step in planned:
+            self._recent[step.after.step - 1] = step.rows
+            self._recent.move_to_end(step.after.step - 1)
+            self._move(step.after)
+        while len(self._recent) > RECENT:
             self._recent.popitem(last=False)
-        if self._state.step % ANCHOR == 0:
-            self._anchors[self._state.step] = self._state
+
+    def _move(self, state: PlanState) -> None:
+        self._state = state
+        if state.step % ANCHOR == 0:
+            self._anchors[state.step] = state
             if len(self._anchors) > RECENT // ANCHOR + 2:  # the beginning, and those of the steps at hand
-                del self._anchors[next(place for place in self._anchors if place)]
-
-    def _next(self, state: PlanState) -> tuple[PlanState, list[Samples]]:
-        """The place after the next step, and that step's rows. A whole step stays in hand until the epoch has ended, so that its
-        last step can be completed out of the one before."""
-        packer = Packer(state.open, self._lengths, self.row_tokens)
-        ready, stream, ended, dropped = list(state.ready), state.stream, state.ended, state.dropped
-        while not ended and len(ready) < 2 * self.rows_per_step:
-            numbers, stream = self.stream.take(stream, CHUNK)
-            lengths = self._lengths(numbers)
-            long = lengths > self.row_tokens
-            if long.any():
-                self._refuse_long(numbers[long], lengths[long], dropped, packer)
-                dropped += int(long.sum())
-            ready += packer.add(numbers[~long], lengths[~long])
-            if ended := len(numbers) < CHUNK:
-                ready = self._end_epoch(state, ready + packer.close(), dropped)
-        rows, ready = ready[: self.rows_per_step], ready[self.rows_per_step :]
-        if ended and not ready:
-            stream, ended = self.stream.next_epoch(stream), False
-        after = PlanState(
-            step=state.step + 1,
-            stream=stream,
-            open=packer.open,
-            ready=tuple(ready),
-            dropped=dropped,
-            ended=ended,
-        )
-        return after, rows
-
-    def _end_epoch(self, state: PlanState, rows: list[Samples], dropped: int) -> list[Samples]:
-        """The last rows of an epoch, completed to whole steps. Raises ConfigError when it holds fewer samples than one step needs."""
-        samples = np.array([i for row in rows for i in row], dtype=np.int64)
-        if len(samples) < self.rows_per_step and not state.ready and not state.open:
-            raise ConfigError(
-                too_few(len(samples), dropped - state.dropped, self.row_tokens, self.rows_per_step)
-            )
-        lengths = dict(zip(samples.tolist(), self._lengths(samples).tolist(), strict=True))
-        return complete_last_step(rows, lengths, self.rows_per_step)
-
-    def _refuse_long(self, numbers: IntArray, lengths: IntArray, dropped: int, packer: Packer) -> None:
-        """Raise DataError for a long sample under "raise", ConfigError when a whole mix has given nothing else."""
-        if self._on_long == "raise":
-            raise DataError(too_long(numbers, lengths, self.row_tokens, self._names))
-        if packer.empty and dropped > 2 * int(self.stream.starts[-1]):
-            raise ConfigError(too_few(0, int(self.stream.starts[-1]), self.row_tokens, self.rows_per_step))
+                del self._anchors[next(place for place in self._anchors if place != self._first.step)]
 
 
-def too_long(
-    numbers: IntArray, lengths: IntArray, row_tokens: int, names: Callable[[int], str] | None
-) -> str:
-    """What to say of samples that are longer than a row: their numbers and lengths, int64 [k] each."""
-    shown = ", ".join(
-        f"sample {names(int(i)) if names else f'number {i}'} ({length} tokens)"
-        for i, length in zip(numbers[:5], lengths[:5], strict=True)
-    )
-    return (
-        f"{len(numbers)} samples are longer than a row of {row_tokens} tokens: {shown}{' and others' if len(numbers) > 5 else ''}. "
-        'Raise mmds.data.row_tokens, lower mmds.data.max_pixels, or set mmds.data.on_long_sample to "drop".'
-    )
-
-
-def too_few(kept: int, dropped: int, row_tokens: int, rows_per_step: int) -> str:
-    """What to say of an epoch with fewer usable samples than a step has rows."""
-    without = f" ({dropped} more are longer than row_tokens = {row_tokens})" if dropped else ""
-    return (
-        f"one step needs {rows_per_step} rows (train_batch_size), but the data holds only {kept} usable "
-        f"samples{without}. Lower train_batch_size or add data."
-    )
-
-
-def plan_lengths(lengths: IntArray, *, seed: int, **options: Any) -> RunPlan:
-    """The plan of one source whose samples have these lengths, int64 [n]; options: as for `RunPlan`."""
+def plan_lengths(
+    lengths: IntArray,
+    *,
+    seed: int,
+    row_tokens: int,
+    rows_per_step: int,
+    epochs: int | None = None,
+    steps: int | None = None,
+    names: Callable[[int], str] | None = None,
+    **options: Any,
+) -> RunPlan:
+    """The plan of one source whose samples have these lengths, int64 [n], scheme `token_budget`; options: as for `Scheme`."""
     lengths = np.asarray(lengths, dtype=np.int64)
     assert lengths.ndim == 1 and (lengths > 0).all(), "lengths must be one positive number a sample"
     stream = SampleStream([Source(name="samples", count=len(lengths))], seed=seed)
-    inputs = [seed, sorted((name, str(value)) for name, value in options.items() if name != "names")]
+    inputs = [seed, row_tokens, rows_per_step, epochs, steps, sorted(options.items())]
     digest = hashlib.sha256(json.dumps(inputs).encode() + lengths.tobytes()).hexdigest()
-    return RunPlan(stream, lambda numbers: lengths[numbers], fingerprint=digest, **options)
+    measure: Measure = lambda numbers: text_only(lengths[numbers])  # noqa: E731
+    scheme = TokenBudget(
+        stream, measure, Limits(tokens=row_tokens), rows=rows_per_step, names=names, **options
+    )
+    return RunPlan(scheme, epochs=epochs, steps=steps, fingerprint=digest)

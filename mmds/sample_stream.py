@@ -102,6 +102,12 @@ class SampleStream:
             taken[source] += len(ranks)
         return numbers, StreamState(epoch=state.epoch, taken=tuple(taken.tolist()))
 
+    def behind(self, state: StreamState, numbers: IntArray) -> StreamState:
+        """The place after these samples, int64 [k], which are the next ones from `state` on."""
+        sources = np.searchsorted(self.starts, numbers, side="right") - 1
+        taken = np.array(state.taken) + np.bincount(sources, minlength=len(self.sources))
+        return StreamState(epoch=state.epoch, taken=tuple(taken.tolist()))
+
     def next_epoch(self, state: StreamState) -> StreamState:
         """Where the epoch after this place begins."""
         return StreamState(epoch=state.epoch + 1, taken=self.start.taken)

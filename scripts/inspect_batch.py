@@ -1,7 +1,7 @@
 """See what the model sees: `python scripts/inspect_batch.py --config my.json -o page.html`.
 
 Writes one packed row as an HTML page that needs no other file: samples in bands, pictures at the encoder's size, supervised
-tokens marked, and below each token what it must predict. Needs no weights and no GPU.
+tokens marked, below each token what it must predict, and what the row costs beside its step. Needs no weights and no GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mmds.errors import ConfigError, MmdsError
 from mmds.inspect_page import render
 from mmds.run_data import open_run_data
+from mmds.run_forecast import cost_facts
 
 
 def main() -> None:
@@ -40,18 +41,22 @@ def main() -> None:
             raise ConfigError(f"{flag} is {value}, but on {args.world} ranks this run has 0 to {count - 1}")
     row = data.loader(rank=args.rank).row(args.step, args.micro)
     place = f"step {args.step}, micro-step {args.micro}, rank {args.rank} of {args.world}"
+    cost = cost_facts(data, args.step, args.micro, args.rank)
     page = render(
         row,
         data.tokenizer,
         title=f"Row of {args.config}",
         place=place,
         row_tokens=data.config.data.row_tokens,
+        cost=cost,
     )
     args.out.write_text(page, encoding="utf-8")
     print(
         f"{args.out}: {place}: {row.real_tokens} tokens, {row.supervised} targets, {len(row.image_names)} images, "
         f"{len(row.bad)} bad samples"
     )
+    for name, value in cost.items():
+        print(f"  {name:<10}{value}")
 
 
 if __name__ == "__main__":

@@ -199,12 +199,12 @@ def _take_notes(engine: Any) -> None:
                 }
                 torch.save(start, Path(os.environ["TEST_NOTES"]) / "start.pt")
 
-    def noted_step(self: Any, rows: Any) -> Any:
+    def noted_step(self: Any, rows: Any, **options: Any) -> Any:
         if "TEST_NOTES" in os.environ:
             with (Path(os.environ["TEST_NOTES"]) / f"{self.ranks.rank}.jsonl").open("a") as stream:
                 keys = [row.sample_keys for row in rows]
                 stream.write(json.dumps({"step": self.step_index + 1, "rows": keys}) + "\n")
-        return step(self, rows)
+        return step(self, rows, **options)
 
     engine.__init__, engine.step = noted_begin, noted_step
 

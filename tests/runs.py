@@ -137,8 +137,9 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl of a run without what depends on the clock."""
-    clock = ("seconds", "tokens_per_second")
-    return [{k: v for k, v in line.items() if k not in clock} for line in lines(run / "metrics.jsonl")]
+    clock = ("seconds", "tokens_per_second", "wait")
+    found = [{k: v for k, v in line.items() if k not in clock} for line in lines(run / "metrics.jsonl")]
+    return [{**line, "imbalance": {**line["imbalance"], "measured": None}} for line in found]
 
 
 def weights(folder: Path, part: str) -> dict[str, Tensor]:

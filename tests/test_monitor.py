@@ -22,11 +22,12 @@ import torch
 from mmds import monitor
 from mmds.config import Config
 from mmds.data.rows import filler_row
-from mmds.engine import Engine, Ranks, StepReport
+from mmds.engine import Engine, Ranks, StepReport, Waited
 from mmds.errors import CheckpointError, DataError
 from mmds.geometry import Geometry
-from mmds.monitor import RunFolder, plan_summary, record, scalars, step_metrics
-from mmds.planner import plan_lengths
+from mmds.monitor import RunFolder, measures_wait, plan_summary, record, scalars, step_metrics
+from mmds.planner import Balance, RunPlan, plan_lengths
+from mmds.run_data import RunData
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -61,10 +62,18 @@ FIRST = PlainRanks(rank=0, world=2, local_rank=0, device=CPU)
 SECOND = PlainRanks(rank=1, world=2, local_rank=1, device=CPU)
 
 
-def config(*, stop_after_skipped: int = 5) -> Config:
-    """What `record` asks of a config."""
-    asked = SimpleNamespace(data=SimpleNamespace(row_tokens=200), stop_after_skipped=stop_after_skipped)
+def config(*, stop_after_skipped: int = 5, measure_wait: int = 50) -> Config:
+    """What the monitor asks of a config."""
+    planner = SimpleNamespace(scheme="token_budget", measure_wait=measure_wait)
+    data = SimpleNamespace(row_tokens=200)
+    asked = SimpleNamespace(data=data, planner=planner, stop_after_skipped=stop_after_skipped)
     return cast(Config, asked)
+
+
+def data_of(config: Config, plan: RunPlan | None = None) -> RunData:
+    """What the monitor asks of a run's data."""
+    asked = SimpleNamespace(config=config, plan=plan, text_share=0.25, balance=lambda step: None)
+    return cast(RunData, asked)
 
 
 class Curves:
@@ -293,13 +302,13 @@ def test_every_number_of_a_line_is_a_scalar_under_one_tag() -> None:
         "data/images": 5,
         "data/bad_samples": 0,
     }
-    numbers = [line[key] for key in line if key not in ("step", "rates", "tokens")]
+    numbers = [line[key] for key in line if key not in ("step", "rates", "tokens", "imbalance", "wait")]
     assert sorted([*numbers, *line["rates"].values(), *line["tokens"].values()]) == sorted(flat.values())
 
 
 def test_a_step_is_written_down_once_as_line_and_as_scalars(tmp_path: Path) -> None:
     run, engine = opened(tmp_path), Curves(FIRST)
-    line = record(run, cast(Engine, engine), REPORT, [filler_row(GEOMETRY)], 2.0, config())
+    line = record(run, cast(Engine, engine), REPORT, [filler_row(GEOMETRY)], 2.0, data_of(config()))
     run.close()
     assert lines(tmp_path / "metrics.jsonl") == [line]
     assert engine.points == [(3, scalars(line))]
@@ -312,7 +321,7 @@ def test_bad_samples_are_listed_by_name_and_a_skipped_update_is_an_event(tmp_pat
     row = filler_row(GEOMETRY, bad=[("chat:cut", "truncated picture")])
     skipped = {"applied": False, "skipped_steps": 1, "skipped_in_a_row": 1, "suspects": ("chat:hot",)}
     report = StepReport(**{**REPORT.__dict__, **skipped, "bad": 2})
-    record(run, cast(Engine, engine), report, [row], 2.0, config(stop_after_skipped=2))
+    record(run, cast(Engine, engine), report, [row], 2.0, data_of(config(stop_after_skipped=2)))
     run.close()
     assert lines(tmp_path / "bad_samples.jsonl") == [
         {"step": 3, "sample": "chat:cut", "reason": "truncated picture"} for _ in range(2)
@@ -331,9 +340,9 @@ def test_too_many_skipped_updates_in_a_row_end_every_rank_after_they_are_written
     engine = Curves(rank)
     skipped = {"applied": False, "skipped_steps": 5, "skipped_in_a_row": 2, "suspects": ("a", "b")}
     report = StepReport(**{**REPORT.__dict__, **skipped})
-    record(run, cast(Engine, engine), report, [], 2.0, config(stop_after_skipped=3))
+    record(run, cast(Engine, engine), report, [], 2.0, data_of(config(stop_after_skipped=3)))
     with pytest.raises(DataError, match=r"step 3: 2 steps in a row .*stop_after_skipped.*: a, b\."):
-        record(run, cast(Engine, engine), report, [], 2.0, config(stop_after_skipped=2))
+        record(run, cast(Engine, engine), report, [], 2.0, data_of(config(stop_after_skipped=2)))
     run.close()
     if rank.first:
         assert len(lines(tmp_path / "metrics.jsonl")) == 2
@@ -342,13 +351,42 @@ def test_too_many_skipped_updates_in_a_row_end_every_rank_after_they_are_written
 def test_the_plan_in_numbers_adds_up() -> None:
     lengths = np.array([60, 50, 40, 30, 200, 20, 10, 90], dtype=np.int64)
     plan = plan_lengths(lengths, row_tokens=100, rows_per_step=2, seed=1, epochs=3)
-    summary = plan_summary(plan, 0.25)
+    summary = plan_summary(data_of(config(), plan))
     first = summary["first_steps"]
     assert summary["samples"] == 8 and summary["held_out"] == 0
     assert summary["steps"] == plan.total_steps == first["steps"]
-    assert (first["samples"], first["tokens"], first["dropped_as_too_long"]) == (21, 900, 3)  # three epochs
+    assert (first["samples"], first["tokens"], first["dropped_as_too_large"]) == (21, 900, 3)  # three epochs
+    assert summary["whole_run"] == {"dropped_as_too_large": 3, "unfinished": 0, "repeated": 0}
     assert math.isclose(first["fill"], 900 / (100 * first["steps"] * summary["rows_per_step"]))
-    assert summary["text_only_share"] == 0.25
+    assert summary["text_only_share"] == 0.25 and summary["row"]["tokens"] == 100
     assert summary["fingerprint"] == plan.fingerprint
-    other = plan_lengths(lengths, row_tokens=100, rows_per_step=2, seed=2, epochs=3)
-    assert plan_summary(other, 0.25)["fingerprint"] != summary["fingerprint"]
+    other = plan_summary(
+        data_of(config(), plan_lengths(lengths, row_tokens=100, rows_per_step=2, seed=2, epochs=3))
+    )
+    assert other["fingerprint"] != summary["fingerprint"] and other["digest"] != summary["digest"]
+    assert "whole_run" not in plan_summary(
+        data_of(config(), plan_lengths(lengths, row_tokens=100, rows_per_step=2, seed=2, steps=3))
+    )
+
+
+def test_every_so_many_steps_the_wait_is_measured() -> None:
+    measured = [step for step in range(12) if measures_wait(config(measure_wait=4), step)]
+    assert measured == [3, 7, 11]
+    assert not any(measures_wait(config(measure_wait=0), step) for step in range(12))
+
+
+def test_balance_and_wait_stand_in_the_line_and_as_scalars() -> None:
+    waited = Waited(seconds=10.0, waits=(0.0, 4.0))
+    report = StepReport(**{**REPORT.__dict__, "waited": waited})
+    line = step_metrics(
+        report, seconds=12.0, row_capacity=800, balance=Balance(cost=3.0, mean=2.0, bound=1.25)
+    )
+    assert line["imbalance"] == {"predicted": 1.5, "bound": 1.25, "measured": 10.0 / 8.0}
+    assert line["wait"] == {"share": 0.2, "seconds": [0.0, 4.0]}
+    found = {tag: value for tag, value in scalars(line).items() if tag.startswith("balance/")}
+    assert found == {
+        "balance/predicted": 1.5,
+        "balance/bound": 1.25,
+        "balance/measured": 1.25,
+        "balance/wait_share": 0.2,
+    }

@@ -9,7 +9,8 @@ import pytest
 
 from mmds import planner
 from mmds.errors import ConfigError, DataError
-from mmds.planner import PlanState, RunPlan, plan_lengths
+from mmds.plan_state import PlannedStep, PlanState
+from mmds.planner import RunPlan, plan_lengths
 
 ROW = 1000
 
@@ -123,7 +124,7 @@ def test_a_long_sample_is_dropped_and_counted_or_named() -> None:
     run = plan(lengths, 1)
     assert run.preview().dropped == 2
     assert sorted(samples_of(run)) == [0, 2, 4]
-    with pytest.raises(DataError, match=r"1000 tokens: .*sample key-1 \(1001 tokens\).*on_long_sample"):
+    with pytest.raises(DataError, match=r"1,000 tokens: .*sample key-1 \(1,001 tokens\).*on_long_sample"):
         plan(lengths, 1, on_long="raise", names="key-{}".format)
 
 
@@ -139,7 +140,7 @@ def test_fewer_usable_samples_than_rows_of_a_step_is_an_error_that_says_both_cou
     usable = sum(length <= ROW for length in lengths)
     with pytest.raises(ConfigError, match=f"needs 4 rows .* only {usable} usable") as error:
         plan(np.array(lengths, dtype=np.int64), 4)
-    assert ("2 more are longer" in str(error.value)) == (len(lengths) == 5)
+    assert ("2 more are larger" in str(error.value)) == (len(lengths) == 5)
 
 
 def test_a_run_passes_through_its_epochs_without_gap_or_repeat() -> None:
@@ -175,13 +176,13 @@ def test_asking_from_a_later_step_gives_what_the_uninterrupted_run_gave(n: int) 
 
 def watch(run: RunPlan, planned: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Note every step that the run plans."""
-    plan_next = run._next
+    steps = run.scheme.steps
 
-    def noted(state: PlanState) -> tuple[PlanState, list[tuple[int, ...]]]:
+    def noted(state: PlanState, most: int, *, world: int) -> list[PlannedStep]:
         planned.append(state.step)
-        return plan_next(state)
+        return steps(state, most, world=world)
 
-    monkeypatch.setattr(run, "_next", noted)
+    monkeypatch.setattr(run.scheme, "steps", noted)
 
 
 def test_a_run_goes_on_from_a_saved_place_without_planning_what_came_before(

@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mmds.config import Config, load_config
 from mmds.data.chat_tokenizer import ChatTokenizer
-from mmds.data.mixture import Mixture, open_mixture, plan_run
+from mmds.data.mixture import Mixture, open_mixture
 from mmds.data.row_maker import load_sample
 from mmds.data.rows import LoadedSample
 from mmds.model.build import build_geometry, build_light, find_source
 from mmds.model.decoder import load_tokenizer
 from mmds.monitor import scalars
+from mmds.run_data import open_run_data
 from mmds.stages import STAGES
 from tests.engine.reference import stock_llm, stock_nll
 from tests.runs import EVERY, STEPS, Runs, differing, lines, metrics, model, weights
@@ -68,9 +69,7 @@ def test_a_resumed_run_sees_the_samples_that_the_uninterrupted_run_saw(runs: Run
 def test_the_samples_seen_are_those_of_the_plan_and_each_comes_once_an_epoch(runs: Runs) -> None:
     config = load_config(runs.align / "config.json")
     mixture = opened(config)
-    encoder, connector = build_light(find_source(None, config.model), seed=config.seed)
-    geometry = build_geometry(encoder.spec, connector.section, max_pixels=config.max_pixels)
-    plan = plan_run(config, mixture, geometry, rows=4)
+    plan = open_run_data(runs.align / "config.json", world=2).plan
     steps = seen(runs, "align")
     for step, ranks in steps.items():
         for rank, rows in enumerate(ranks):

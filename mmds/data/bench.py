@@ -95,6 +95,11 @@ def advice(speeds: Sequence[Speed], need: float, *, cores: int) -> str:
     )
 
 
+def need_of_gpu(flops: float, *, tflops: float, mfu: float) -> float:
+    """Rows a second that one rank takes: flops: of a mean row, forward and backward; tflops: of its GPU; mfu: share that training reaches."""
+    return tflops * 1e12 * mfu / flops
+
+
 def need_of_run(folder: Path) -> tuple[float, int] | None:
     """Rows a second that one rank of a run has taken, and from how many steps that is known; None when it has trained no step.
 
@@ -102,14 +107,22 @@ def need_of_run(folder: Path) -> tuple[float, int] | None:
     loader needed more than this.
     """
     try:
-        steps = _lines(folder / "metrics.jsonl")[-RECENT:]
+        seconds = pace_of_run(folder)
         ranks = int(_lines(folder / "starts.jsonl")[-1]["ranks"])
         rows = int(json.loads((folder / "plan.json").read_text(encoding="utf-8"))["rows_per_step"])
     except (FileNotFoundError, IndexError):
         return None
-    if not steps:
+    if not seconds:
         return None
-    return rows / ranks / statistics.median(step["seconds"] for step in steps), len(steps)
+    return rows / ranks / statistics.median(seconds), len(seconds)
+
+
+def pace_of_run(folder: Path) -> list[float]:
+    """Seconds of the last steps of a run; empty when it has trained none."""
+    try:
+        return [step["seconds"] for step in _lines(folder / "metrics.jsonl")[-RECENT:]]
+    except FileNotFoundError:
+        return []
 
 
 def _lines(file: Path) -> list[dict[str, float]]:

@@ -78,7 +78,7 @@ class StepLoader:
             raise ConfigError(
                 f"{world} ranks x {accumulation} micro-steps are not the plan's {plan.rows_per_step} rows"
             )
-        self._mixture, self._geometry = mixture, geometry
+        self._mixture, self._geometry, self._plan = mixture, geometry, plan
         self._on_bad = on_bad
         self._accumulation, self._workers, self._timeout = accumulation, workers, timeout
         self._max_bad_share, self._pin, self._persistent = max_bad_share, pin_memory, persistent
@@ -103,6 +103,8 @@ class StepLoader:
     def rows(self) -> Generator[tuple[Row, RowSeconds], None, None]:
         """The rows of all steps, one by one, each with what it took. Raises as iteration over steps does."""
         assert not (self._persistent and self._iterating), "persistent workers serve one iteration at a time"
+        if self._workers:
+            self._plan.begin_ahead()
         crew, self._kept = self._kept or self._crew(), None
         rows = iter(crew.loader)
         crew.processes = crew.processes or crew.started()
@@ -126,11 +128,17 @@ class StepLoader:
                 self._kept = crew
             del rows, crew  # unless kept, the last references: the workers end here
             dog.close()
+            if self._kept is None:
+                self._plan.end_ahead()
             self._iterating = False
 
     def row(self, step: int, micro: int) -> Row:
         """One row of this rank, made in this process. Raises DataError as iteration does."""
-        arrived = self._builder(Board(0), None).build(self._order.row(step, micro), StageClock())
+        return self.row_of(self._order.row(step, micro))
+
+    def row_of(self, samples: Samples) -> Row:
+        """The row of these samples, made in this process. Raises DataError as iteration does."""
+        arrived = self._builder(Board(0), None).build(samples, StageClock())
         if isinstance(arrived, str):
             raise DataError(arrived)
         return row_of(arrived[0], self._pin)
@@ -138,6 +146,7 @@ class StepLoader:
     def close(self) -> None:
         """End persistent workers."""
         self._kept = None
+        self._plan.end_ahead()
 
     def _next(
         self, rows: Iterator[Arrival | Ticket], handover: Handover, dog: Watchdog, samples: Samples

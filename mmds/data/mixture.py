@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mmds.balance import Limits
 from mmds.config import Config
 from mmds.config_types import DataSection, MixEntry
+from mmds.cost import CostModel
 from mmds.data.chat_tokenizer import ChatTokenizer
 from mmds.data.holdout import hold_out
 from mmds.data.prepare import ensure_prepared, prepared_folder
 from mmds.data.shards import ShardSet, StoredSample
 from mmds.errors import ConfigError, DataError
 from mmds.geometry import Geometry
-from mmds.planner import RunPlan, too_few, too_long
+from mmds.planner import RunPlan
+from mmds.sample_sizes import SampleSizes
 from mmds.sample_stream import SampleStream, Source
+from mmds.schemes import SCHEMES, too_few, too_large
 
 IntArray = NDArray[np.int64]
 
 SCANNED = (
-    20_000_000  # samples up to which all lengths are looked at before a run; beyond, each when its turn comes
+    20_000_000  # samples up to which all sizes are looked at before a run; beyond, each when its turn comes
 )
+PATCH_CAP = 1.25  # of the mean patches of a full row: room for balancing, and an end to what a row can cost
+
+log = logging.getLogger("mmds")
 
 
 class Mixture:
@@ -52,16 +62,23 @@ class Mixture:
         parts = [(name, *shards.identity) for name, shards in zip(self.names, self.sets, strict=True)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def lengths(self, geometry: Geometry, samples: IntArray | None = None) -> IntArray:
-        """int64 [k], tokens of these samples (None: of all, in order) with their slots expanded. Opens no picture."""
+    def sizes(self, geometry: Geometry, samples: IntArray | None = None) -> SampleSizes:
+        """Sizes of these samples (None: of all, in order) with their slots expanded. Opens no picture."""
         if samples is None:
-            return np.concatenate([shards.row_lengths(geometry) for shards in self.sets])
-        lengths = np.empty(len(samples), dtype=np.int64)
+            return SampleSizes.joined([shards.sizes(geometry) for shards in self.sets])
         sources = np.searchsorted(self.starts, samples, side="right") - 1
+        order = np.argsort(sources, kind="stable")
+        parts = []
         for source in np.unique(sources):
-            mine = sources == source
-            lengths[mine] = self.sets[source].row_lengths(geometry, samples[mine] - self.starts[source])
-        return lengths
+            mine = order[
+                np.searchsorted(sources[order], source) : np.searchsorted(
+                    sources[order], source, side="right"
+                )
+            ]
+            parts.append(self.sets[source].sizes(geometry, samples[mine] - self.starts[source]))
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return SampleSizes.joined(parts)[back]
 
     def held_out(self, share: float, *, seed: int) -> list[IntArray]:
         """Numbers within each source of the samples kept out of training, ascending; share: of all samples, 0 to 1."""
@@ -121,67 +138,112 @@ def text_only_share(data: DataSection, mixture: Mixture) -> float:
     return sum(count * share for count, share in zip(seen, shares, strict=True)) / sum(seen)
 
 
-def plan_run(config: Config, mixture: Mixture, geometry: Geometry, *, rows: int) -> RunPlan:
+def plan_run(
+    config: Config, mixture: Mixture, geometry: Geometry, *, rows: int, cost: CostModel | None = None
+) -> RunPlan:
     """Which samples make which row of which rank, for the whole run. rows: of one step, over all ranks.
 
-    Raises ConfigError when the mixture holds fewer samples than one step needs, DataError for a sample longer than a row where
-    `on_long_sample` is "raise".
+    cost: of samples; the scheme "cost" needs it, with the others it only tells how equal their rows are. Raises ConfigError when the
+    mixture holds fewer samples than one step needs, DataError for a sample larger than a row where `on_long_sample` is "raise".
     """
-    data = config.data
+    data, planner = config.data, config.planner
+    held_out = mixture.held_out(data.holdout, seed=config.seed)
     sources = [
         Source(
             name=entry.name,
             count=len(shards),
-            held_out=held_out,
+            held_out=out,
             weight=entry.weight,
             epochs=None if entry.weight is not None else entry.epochs or 1.0,
             block=shards.block,
         )
-        for entry, shards, held_out in zip(
-            data.mix, mixture.sets, mixture.held_out(data.holdout, seed=config.seed), strict=True
-        )
+        for entry, shards, out in zip(data.mix, mixture.sets, held_out, strict=True)
     ]
-    stream = SampleStream(sources, seed=config.seed)
-    _check_lengths(mixture, geometry, sources, config, rows)
+    limits = Limits(tokens=data.row_tokens, images=planner.row_images)
+    if planner.scheme == "cost":
+        limits = replace(
+            limits, patches=planner.row_patches or usual_patches(config, mixture, geometry, held_out)
+        )
+    _check_samples(mixture, geometry, held_out, limits, config, rows)
     inputs = {
         "data": mixture.fingerprint,
         "geometry": vars(geometry),
         "mix": [(entry.weight, entry.epochs) for entry in data.mix],
         "holdout": data.holdout,
-        "row_tokens": data.row_tokens,
+        "row": vars(limits),
         "on_long": data.on_long_sample,
+        "scheme": (planner.scheme, planner.last_step),
         "rows": rows,
         "seed": config.seed,
         "schedule": (config.schedule.epochs, config.schedule.steps),
     }
+    options: dict[str, Any] = {
+        "rows": rows,
+        "on_long": data.on_long_sample,
+        "last_step": planner.last_step,
+        "names": mixture.key,
+        "cost": cost,
+    }
+    if planner.scheme == "cost":
+        assert cost is not None
+        inputs |= {"objective": config.objective, "cost": asdict(cost)}
+        options["objective"] = config.objective
+    scheme = SCHEMES[planner.scheme](
+        SampleStream(sources, seed=config.seed), partial(mixture.sizes, geometry), limits, **options
+    )
     return RunPlan(
-        stream,
-        partial(mixture.lengths, geometry),
-        row_tokens=data.row_tokens,
-        rows_per_step=rows,
+        scheme,
         epochs=config.schedule.epochs,
         steps=config.schedule.steps,
-        on_long=data.on_long_sample,
-        names=mixture.key,
         fingerprint=hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest(),
     )
 
 
-def _check_lengths(
-    mixture: Mixture, geometry: Geometry, sources: Sequence[Source], config: Config, rows: int
+def usual_patches(
+    config: Config, mixture: Mixture, geometry: Geometry, held_out: Sequence[IntArray]
+) -> int | None:
+    """The patch cap of a row that the config leaves open: PATCH_CAP times the mean of a row full of tokens, and at least the largest
+    sample's. None without images."""
+    tokens = patches = 0.0
+    largest = 0
+    seen = _seen(config.data.mix, [len(shards) for shards in mixture.sets])
+    for shards, out, share in zip(mixture.sets, held_out, seen, strict=True):
+        each = max(1, -(-len(shards) * len(mixture) // (SCANNED * len(shards))))
+        sizes = shards.sizes(geometry, np.setdiff1d(np.arange(0, len(shards), each), out, assume_unique=True))
+        sizes = sizes[sizes.tokens <= config.data.row_tokens]
+        if len(sizes):
+            tokens += share * float(sizes.tokens.mean())
+            patches += share * float(sizes.patches.mean())
+            largest = max(largest, int(sizes.patches.max()))
+    return max(largest, math.ceil(PATCH_CAP * patches * config.data.row_tokens / tokens)) if patches else None
+
+
+def _check_samples(
+    mixture: Mixture,
+    geometry: Geometry,
+    held_out: Sequence[IntArray],
+    limits: Limits,
+    config: Config,
+    rows: int,
 ) -> None:
-    """Look at all lengths before the run where that takes no time: too long a sample, or too few, should not show hours later."""
+    """Look at all sizes before the run where that takes no time: too large a sample, or too few, should not show hours later."""
     if len(mixture) > SCANNED:
         return
-    lengths = mixture.lengths(geometry)
-    for source, start in zip(sources, mixture.starts, strict=False):
-        lengths[start + source.held_out] = 0
-    long = np.flatnonzero(lengths > config.data.row_tokens)
-    if len(long) and config.data.on_long_sample == "raise":
-        raise DataError(too_long(long, lengths[long], config.data.row_tokens, mixture.key))
-    usable = int((lengths > 0).sum()) - len(long)
+    sizes = mixture.sizes(geometry)
+    comes = np.ones(len(sizes), dtype=bool)
+    for out, start in zip(held_out, mixture.starts, strict=False):
+        comes[start + out] = False
+    over = np.zeros(len(sizes), dtype=bool)
+    for cap, need in limits.capped(sizes).values():
+        over |= comes & (need > cap)
+    if over.any():
+        said = too_large(np.flatnonzero(over), sizes[over], limits, mixture.key)
+        if config.data.on_long_sample == "raise":
+            raise DataError(said)
+        log.warning("left out, as mmds.data.on_long_sample says: %s", said)
+    usable = int((comes & ~over).sum())
     if usable < rows and config.data.mix[0].weight is None:  # with weights the samples come again and again
-        raise ConfigError(too_few(usable, len(long), config.data.row_tokens, rows))
+        raise ConfigError(too_few(usable, int(over.sum()), limits, rows))
 
 
 def _seen(mix: Sequence[MixEntry], counts: Sequence[int]) -> list[float]:

@@ -18,6 +18,7 @@ from mmds.data.shard_format import TOKEN_FILES, TOKEN_META, TOKENS, check_files,
 from mmds.data.shard_index import ShardIndex, mapped
 from mmds.errors import DataError
 from mmds.geometry import Geometry
+from mmds.sample_sizes import SampleSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,21 +97,31 @@ class ShardSet:
         total = sum(self.index.manifest.files[name] for name in self.index.manifest.shards)
         return max(1, CHUNK_BYTES * len(self) // max(total, 1))
 
-    def row_lengths(self, geometry: Geometry, samples: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-        """int64 [k], tokens of these samples (None: of all, in order) once their markers are the slots that `geometry` plans."""
+    def sizes(self, geometry: Geometry, samples: NDArray[np.int64] | None = None) -> SampleSizes:
+        """Sizes of these samples (None: of all, in order) once their markers are the slots that `geometry` plans. Opens no picture."""
         if samples is None:
             samples = np.arange(len(self), dtype=np.int64)
-        lengths = (self._starts[samples + 1] - self._starts[samples]).astype(np.int64)
         first, end = self.image_start[samples], self.image_start[samples + 1]
         counts = (end - first).astype(np.int64)
         owner = np.repeat(np.arange(len(samples)), counts)
         within = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        sizes = np.asarray(self.image_sizes[first[owner] + within], dtype=np.int64)
-        distinct, which = np.unique(sizes[:, 0] << 32 | sizes[:, 1], return_inverse=True)
+        shapes = np.asarray(self.image_sizes[first[owner] + within], dtype=np.int64)
+        distinct, which = np.unique(shapes[:, 0] << 32 | shapes[:, 1], return_inverse=True)
         plans = [geometry.plan(int(size >> 32), int(size & 0xFFFFFFFF)) for size in distinct]
-        slots = np.array([plan.visual_tokens for plan in plans], dtype=np.int64)
-        np.add.at(lengths, owner, slots[which] - 1)  # the marker itself is counted already
-        return lengths
+        facts = np.array(
+            [(p.visual_tokens, p.pieces, p.patches, p.patches**2 // p.pieces) for p in plans], dtype=np.int64
+        ).reshape(-1, 4)
+        totals = np.zeros((len(samples), 4), dtype=np.int64)
+        np.add.at(totals, owner, facts[which])
+        stored = (self._starts[samples + 1] - self._starts[samples]).astype(np.int64)
+        return SampleSizes(
+            tokens=stored - counts + totals[:, 0],  # an image's marker is one of the stored tokens
+            supervised=self.supervised[samples].astype(np.int64),
+            images=counts,
+            pieces=totals[:, 1],
+            patches=totals[:, 2],
+            patch_squares=totals[:, 3],
+        )
 
     def key(self, i: int) -> str:
         """The name of sample i."""

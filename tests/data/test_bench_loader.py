@@ -13,7 +13,7 @@ import pytest
 
 from mmds.data import bench
 from mmds.data import row_maker as row_maker_module
-from mmds.data.bench import Speed, advice, measure, need_of_run
+from mmds.data.bench import Speed, advice, measure, need_of_gpu, need_of_run
 from mmds.data.loader import StepLoader
 from mmds.data.mixture import Mixture
 from mmds.data.timing import RowSeconds, StageClock
@@ -35,7 +35,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
 
 def loader_of(mixture: Mixture, workers: int) -> StepLoader:
     """A row a sample."""
-    lengths = mixture.lengths(GEOMETRY)
+    lengths = mixture.sizes(GEOMETRY).tokens
     plan = plan_lengths(lengths, row_tokens=int(lengths.max()), rows_per_step=5, seed=0, epochs=1)
     return StepLoader(mixture, plan, GEOMETRY, rank=0, world=1, accumulation=5, workers=workers)
 
@@ -61,7 +61,7 @@ def test_speed_and_stages_are_those_of_the_work(
     fastest = max(workers, 1) / 0.12
     assert 0.2 * fastest < speed.rows < 1.1 * fastest
     assert speed.images == pytest.approx(speed.rows)
-    lengths = mixture.lengths(GEOMETRY)
+    lengths = mixture.sizes(GEOMETRY).tokens
     assert lengths.min() <= speed.tokens / speed.rows <= lengths.max()
     assert 0.02 <= speed.stages.read < speed.stages.collate < speed.stages.decode
     assert speed.stages.collate >= 0.04 and speed.stages.decode >= 0.06
@@ -154,7 +154,7 @@ def test_the_script_prints_a_table_and_an_advice(
     assert [int(line[0]) for line in table] == [0, 1, 2]
     assert all(len(line) == 7 and all(float(word.replace(",", "")) >= 0 for word in line) for line in table)
     assert all(float(line[1]) > 0 and float(line[5]) > 0 for line in table)
-    assert "no need is known: give --need" in lines[-1]
+    assert "no need is known: give --tflops of a GPU, or --need" in lines[-1]
 
     write_metrics(tmp_path / "run", [1e-9], ranks=2, rows=4)
     monkeypatch.setattr(sys, "argv", [*command[:4], "1", "--rows", "3"])
@@ -164,3 +164,17 @@ def test_the_script_prints_a_table_and_an_advice(
     monkeypatch.setattr(sys, "argv", [*command[:4], "1", "--rows", "3", "--need", "0.001"])
     bench_loader.main()
     assert capsys.readouterr().out.splitlines()[-1].startswith("mmds.data.workers = 1 suffices")
+    monkeypatch.setattr(sys, "argv", [*command[:4], "1", "--rows", "3", "--gpus", "8", "--tflops", "989"])
+    bench_loader.main()
+    lines = capsys.readouterr().out.splitlines()
+    rows, each, flops = re.match(
+        r"need: ([\d.,]+) rows/s on 8 GPUs, ([\d.,]+) a rank: ([\d.e+]+) FLOPs a row at 40% of 989 TFLOP/s",
+        lines[-2],
+    ).groups()  # type: ignore[union-attr]
+    assert float(rows) == pytest.approx(8 * float(each), rel=1e-3)
+    assert float(each) == pytest.approx(0.4 * 989e12 / float(flops), rel=1e-2)
+    assert lines[-1].startswith("none of these counts gives")
+
+
+def test_what_a_gpu_needs_is_its_speed_over_the_work_of_a_row() -> None:
+    assert need_of_gpu(4e14, tflops=1000, mfu=0.4) == pytest.approx(1.0)

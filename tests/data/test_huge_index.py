@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from mmds.balance import Limits
+from mmds.cost import CostModel, Terms
 from mmds.data.shard_index import mapped
 from mmds.data.shards import ShardSet
 from mmds.geometry import Geometry
 from mmds.planner import RunPlan
+from mmds.sample_sizes import SampleSizes
 from mmds.sample_stream import SampleStream, Source
+from mmds.schemes import SCHEMES
 
 COUNT = 10**9
+COST = CostModel(encoder=Terms(patches=1.0), connector=Terms(), decoder=Terms(tokens=1.0))
 GEOMETRY = Geometry(mode="fixed", image_size=28, patch_size=14)
 
 
@@ -25,6 +32,8 @@ class SparseShards(ShardSet):
             np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.int64, shape=(COUNT + 1,))
         self._starts = mapped(folder / "starts.npy")
         self._image_start = mapped(folder / "image_start.npy")
+        np.lib.format.open_memmap(folder / "supervised.npy", mode="w+", dtype=np.int32, shape=(COUNT,))
+        self.supervised = mapped(folder / "supervised.npy")
 
     @property
     def image_start(self) -> np.ndarray:
@@ -43,18 +52,21 @@ def own_memory() -> float:
     return int(line.split()[1]) / 1024
 
 
-def test_the_first_step_of_a_billion_samples_takes_no_second_and_no_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(SCHEMES))
+def test_the_first_step_of_a_billion_samples_takes_no_second_and_no_memory(tmp_path: Path, name: str) -> None:
     shards = SparseShards(tmp_path)
     asked: list[np.ndarray] = []
 
-    def lengths(samples: np.ndarray) -> np.ndarray:
+    def measure(samples: np.ndarray) -> SampleSizes:
         asked.append(samples)
-        return shards.row_lengths(GEOMETRY, samples) + 40
+        sizes = shards.sizes(GEOMETRY, samples)
+        return replace(sizes, tokens=sizes.tokens + 40)
 
     before, started = own_memory(), time.process_time()
     stream = SampleStream([Source(name="all", count=COUNT)], seed=1)
-    plan = RunPlan(stream, lengths, row_tokens=8192, rows_per_step=16, steps=100_000)
-    rows = plan.step_rows(0)
+    scheme = SCHEMES[name](stream, measure, Limits(tokens=8192), rows=16, cost=COST)
+    plan = RunPlan(scheme, steps=100_000)
+    rows = scheme.steps(plan.state_at(0), 1, world=1)[0].rows
     seconds = time.process_time() - started
     grown = own_memory() - before
     samples = np.array([i for row in rows for i in row])

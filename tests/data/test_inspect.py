@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+from mmds.cost import row_sums
 from mmds.data.loader import StepLoader
 from mmds.data.mixture import Mixture
 from mmds.data.prepare import prepare
@@ -59,7 +61,7 @@ def row(tmp_path_factory: pytest.TempPathFactory) -> Row:
     write_jsonl(folder / "raw.jsonl", [evil, far, plain])
     prepare([folder / "raw.jsonl"], None, TOKENIZER, folder / "prepared")
     mixture = Mixture(["m"], [ShardSet.open(folder / "prepared", TOKENIZER.fingerprint)])
-    lengths = mixture.lengths(GEOMETRY)
+    lengths = mixture.sizes(GEOMETRY).tokens
     plan = plan_lengths(lengths, row_tokens=int(lengths.sum()) + 50, rows_per_step=1, seed=0, epochs=1)
     return StepLoader(mixture, plan, GEOMETRY, rank=0, world=1, accumulation=1, workers=0).row(0, 0)
 
@@ -346,6 +348,18 @@ def test_the_script_writes_the_row_that_training_gets(
     (step,) = data.loader(rank=1, start_step=1, stop_step=2)
     check_against(Parsed(out.read_text(encoding="utf-8")), step.rows[1])
     assert f"step 1, micro-step 1, rank 1 of 2: {step.rows[1].real_tokens} tokens" in said
+    mine = step.rows[1]
+    sums = row_sums(
+        patches=[plan.patches for plan in mine.plans],
+        segments=mine.cu_seqlens.diff().tolist(),
+        supervised=mine.supervised,
+        dummy_patches=data.geometry.dummy.patches,
+    )
+    flops = data.outline.flops(data.config).flops(sums)
+    for name, cost in (("images", flops.vision), ("decoder", flops.decoder), ("row", flops.total)):
+        text = f"{float(cost):.3g} FLOPs"
+        assert re.search(rf"^  {name} +{re.escape(text)}, ", said, re.MULTILINE)
+        assert f"<dt>cost: {name}</dt><dd>{text}" in out.read_text(encoding="utf-8")
     for flag, value, message in (
         ("--step", 10**6, "--step is 1000000"),
         ("--rank", 1, "--rank is 1, but on 1 ranks"),

@@ -48,7 +48,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
 
 
 def plan_of(mixture: Mixture, rows_per_step: int, **schedule: int) -> RunPlan:
-    lengths = mixture.lengths(GEOMETRY)
+    lengths = mixture.sizes(GEOMETRY).tokens
     return plan_lengths(
         lengths, row_tokens=ROW, rows_per_step=rows_per_step, seed=5, **(schedule or {"epochs": 2})
     )
@@ -124,7 +124,7 @@ def test_every_sample_comes_once_an_epoch_with_its_own_pictures(mixture: Mixture
 
 
 def test_a_row_holds_what_its_samples_hold(mixture: Mixture) -> None:
-    lengths = mixture.lengths(GEOMETRY)
+    lengths = mixture.sizes(GEOMETRY).tokens
     order = {mixture.key(i): i for i in range(len(mixture))}
     for step in loader_of(mixture, epochs=1):
         for row in step.rows:
@@ -383,7 +383,7 @@ def test_a_skipped_sample_leaves_the_plan_in_lockstep(damaged: Mixture, workers:
 
 
 def test_a_row_of_bad_samples_only_is_the_filler_row(damaged: Mixture) -> None:
-    lengths = damaged.lengths(GEOMETRY)
+    lengths = damaged.sizes(GEOMETRY).tokens
     plan = plan_lengths(lengths, row_tokens=int(lengths.max()), rows_per_step=12, seed=0, epochs=1)
     rows = next(
         iter(StepLoader(damaged, plan, GEOMETRY, rank=0, world=1, accumulation=12, workers=0, on_bad="skip"))

@@ -12,6 +12,7 @@ import pytest
 
 from mmds.config import Config, load_config
 from mmds.config_types import DataSection, MixEntry
+from mmds.cost import CostModel, Terms
 from mmds.data.mixture import Mixture, ensure_mixture, open_mixture, plan_run, text_only_share
 from mmds.data.prepare import prepare
 from mmds.errors import ConfigError, DataError
@@ -26,6 +27,9 @@ from tests.data.raw_sets import (
 )
 
 TOKENIZER = chat_tokenizer()
+COST = CostModel(
+    encoder=Terms(patches=2.0, patch_squares=0.1), connector=Terms(), decoder=Terms(tokens=3.0, squares=0.1)
+)
 
 
 def test_sources_follow_one_another_and_keep_their_names_apart(tmp_path: Path) -> None:
@@ -41,7 +45,9 @@ def test_sources_follow_one_another_and_keep_their_names_apart(tmp_path: Path) -
         sample, own = mixture.read(i), shards.read(within)
         assert sample.key == mixture.key(i)
         assert np.array_equal(sample.ids, own.ids) and sample.image_bytes == own.image_bytes
-    assert mixture.lengths(GEOMETRY).tolist() == [n for shards in sets for n in shards.row_lengths(GEOMETRY)]
+    assert mixture.sizes(GEOMETRY).tokens.tolist() == [
+        n for shards in sets for n in shards.sizes(GEOMETRY).tokens
+    ]
     entries = tuple(MixEntry(name=name, path="unread") for name in "abc")
     assert text_only_share(DataSection(mix=entries, row_tokens=100), mixture) == pytest.approx(3 / 6)
     for outside in (-1, 6):
@@ -90,7 +96,8 @@ def test_what_is_wrong_with_a_source_names_its_entry(tmp_path: Path) -> None:
 
 
 def run_config(tmp_path: Path, mix: list[dict[str, Any]], **changes: Any) -> Config:
-    """A run over this mix; changes: keys of "data" and "schedule"."""
+    """A run over this mix; changes: keys of "data" and "schedule", and "planner"."""
+    planner = changes.pop("planner", {})
     schedule = {name: changes.pop(name) for name in ("epochs", "steps") if name in changes}
     config = {
         "train_batch_size": 2,
@@ -100,6 +107,7 @@ def run_config(tmp_path: Path, mix: list[dict[str, Any]], **changes: Any) -> Con
             "output_dir": str(tmp_path / "run"),
             "model": {"encoder": {"name": "local-dir:e"}, "connector": "mlp2x", "decoder": "d"},
             "data": {"mix": mix, "row_tokens": 200, **changes},
+            "planner": planner,
             "schedule": {**(schedule or {"epochs": 1}), "warmup_steps": 0},
         },
     }
@@ -110,7 +118,7 @@ def run_config(tmp_path: Path, mix: list[dict[str, Any]], **changes: Any) -> Con
 
 def planned(config: Config, mixture: Mixture) -> list[str]:
     """Names of the samples of a run, in order."""
-    plan = plan_run(config, mixture, GEOMETRY, rows=2)
+    plan = plan_run(config, mixture, GEOMETRY, rows=2, cost=COST)
     return [mixture.key(i) for step in range(plan.total_steps) for row in plan.step_rows(step) for i in row]
 
 
@@ -159,7 +167,7 @@ def test_whatever_decides_the_plan_decides_its_fingerprint(two: tuple[Path, Mixt
     folder, mixture = two
 
     def fingerprint(mix: list[dict[str, Any]], **changes: Any) -> str:
-        return plan_run(run_config(folder, mix, **changes), mixture, GEOMETRY, rows=2).fingerprint
+        return plan_run(run_config(folder, mix, **changes), mixture, GEOMETRY, rows=2, cost=COST).fingerprint
 
     base = entries(mixture)
     found = [
@@ -168,7 +176,14 @@ def test_whatever_decides_the_plan_decides_its_fingerprint(two: tuple[Path, Mixt
         fingerprint(base, steps=3),
         fingerprint(base, holdout=0.2),
         fingerprint(entries(mixture, text={"epochs": 2})),
-        plan_run(run_config(folder, base), mixture, replace(GEOMETRY, merge=2), rows=2).fingerprint,
+        fingerprint(base, planner={"scheme": "token_budget"}),
+        fingerprint(base, planner={"objective": "step"}),
+        fingerprint(base, planner={"row_patches": 100}),
+        fingerprint(base, planner={"row_images": 3}),
+        fingerprint(base, planner={"last_step": "drop"}),
+        plan_run(
+            run_config(folder, base), mixture, replace(GEOMETRY, merge=2), rows=2, cost=COST
+        ).fingerprint,
     ]
     assert len(set(found)) == len(found)
     assert fingerprint(base) == found[0]
@@ -197,12 +212,13 @@ def test_held_out_samples_share_no_picture_with_training_whatever_it_is_called(t
 
 def test_too_long_a_sample_and_too_few_are_named_before_the_run(two: tuple[Path, Mixture]) -> None:
     folder, mixture = two
-    with pytest.raises(DataError, match=r"40 samples are longer than a row of 20 tokens: sample seen:s0 \("):
+    with pytest.raises(DataError, match=r"40 samples are larger than a row of 20 tokens: sample seen:s0 \("):
         plan_run(
             run_config(folder, entries(mixture), row_tokens=20, on_long_sample="raise"),
             mixture,
             GEOMETRY,
             rows=2,
+            cost=COST,
         )
     with pytest.raises(ConfigError, match=r"needs 50 rows .*only 40 usable"):
-        plan_run(run_config(folder, entries(mixture)), mixture, GEOMETRY, rows=50)
+        plan_run(run_config(folder, entries(mixture)), mixture, GEOMETRY, rows=50, cost=COST)

@@ -46,7 +46,7 @@ def test_a_url_in_the_mix_gives_the_samples_of_the_folder(stored: tuple[ShardSet
     ensure_mixture(data(url), TOKENIZER)
     far, near = open_mixture(data(url), TOKENIZER.fingerprint), Mixture(["far"], [local])
     assert len(far) == len(near) == 200
-    assert np.array_equal(far.lengths(GEOMETRY), near.lengths(GEOMETRY))
+    assert np.array_equal(far.sizes(GEOMETRY).tokens, near.sizes(GEOMETRY).tokens)
     assert far.fingerprint == near.fingerprint
     for i in range(0, 200, 7):
         a, b = far.read(i), near.read(i)
@@ -101,7 +101,7 @@ def test_a_store_that_does_not_answer_ends_the_run_also_where_bad_samples_are_sk
     """A sample that cannot be fetched is not a bad one."""
     _, url = stored
     mixture = open_mixture(data(url), TOKENIZER.fingerprint)
-    plan = plan_lengths(mixture.lengths(GEOMETRY), row_tokens=100, rows_per_step=2, seed=0, epochs=1)
+    plan = plan_lengths(mixture.sizes(GEOMETRY).tokens, row_tokens=100, rows_per_step=2, seed=0, epochs=1)
 
     def silent(*_: Any) -> bytes:
         raise StoreError(f"cannot read {url}: 5 attempts failed")

@@ -141,7 +141,7 @@ def test_member_stems_never_collide() -> None:
 
 
 def test_row_lengths_are_those_of_the_rows_that_are_built(small: ShardSet) -> None:
-    lengths = small.row_lengths(GEOMETRY)
+    lengths = small.sizes(GEOMETRY).tokens
     assert lengths.dtype == np.int64
     for i in range(len(small)):
         stored = small.read(i)
@@ -164,7 +164,7 @@ def test_planning_needs_no_shard_at_all(copy: Path, small: ShardSet) -> None:
     for path in copy.glob("*.tar"):
         path.unlink()
     plan = plan_lengths(
-        shards.row_lengths(GEOMETRY), row_tokens=200, rows_per_step=2, seed=0, epochs=1, names=shards.key
+        shards.sizes(GEOMETRY).tokens, row_tokens=200, rows_per_step=2, seed=0, epochs=1, names=shards.key
     )
     assert plan.total_steps > 0
     with pytest.raises(DataError, match=r"sample s0: cannot read .*shard-00000\.tar"):
@@ -206,7 +206,7 @@ def test_the_index_of_a_sample_with_one_picture_takes_less_than_64_bytes_beside_
 def test_text_only_sets_have_no_images(tmp_path: Path) -> None:
     shards = prepared_set(tmp_path, [0, 0])
     assert shards.image_sizes.shape == (0, 2)
-    assert np.array_equal(shards.row_lengths(GEOMETRY), shards.text_tokens)
+    assert np.array_equal(shards.sizes(GEOMETRY).tokens, shards.text_tokens)
     assert shards.read(1).image_bytes == ()
 
 

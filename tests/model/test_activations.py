@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 
 from mmds.config_types import RecomputeSection
@@ -109,6 +110,23 @@ def test_kept_bytes_are_as_predicted(
     for part in ("encoder", "connector", "decoder"):
         assert measured[part] == pytest.approx(float(getattr(predicted, part)), rel=0.08), part
     assert float(predicted.head) == pytest.approx(3 * measured["loss"], rel=0.08)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_deepspeeds_linear_keeps_inputs_of_frozen_matrices_too(
+    recomputes: bool, towers: Any, kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net(make_encoder(towers, "open_clip ViT"), qwen2(), TRAININGS["align"], resolution=MODES["native"])
+    net.mllm.to(torch.bfloat16)
+    net.encoder.to(torch.bfloat16)
+    recompute = RecomputeSection(encoder=0, connector=0, decoder=2) if recomputes else None
+    if recompute is not None:
+        set_recompute(net.mllm, recompute, non_reentrant)
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+    predicted = activation_bytes(net.shape, net.sums, net.training, recompute=recompute, keeps_inputs=True)
+    assert kept_bytes(net)["decoder"] == pytest.approx(float(predicted.decoder), rel=0.08)
+    less = activation_bytes(net.shape, net.sums, net.training, recompute=recompute)
+    assert float(less.decoder) < 0.9 * float(predicted.decoder)
 
 
 def test_experts_keep_what_their_tokens_need(towers: Any, kernel: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from mmds.config_types import ConnectorSection, EncoderSection, RecomputeSection, ResolutionSection
+from mmds.config_types import (
+    ConnectorSection,
+    EncoderSection,
+    LoraSection,
+    RecomputeSection,
+    ResolutionSection,
+)
 from mmds.cost import WHOLE, Sums, Training, cost_model, row_sums, whole_parts
 from mmds.data.rows import filler_row
 from mmds.engine.assemble import set_recompute
@@ -23,6 +30,7 @@ from mmds.model.build import build_geometry
 from mmds.model.connector import CONNECTORS, Connector
 from mmds.model.decoder import Decoder
 from mmds.model.encoder import Encoder, build_encoder, tower_blocks
+from mmds.model.lora import add_adapters, is_adapter
 from mmds.model.mllm import Mllm, encode
 from mmds.model.recompute import non_reentrant
 from mmds.model.shapes import decoder_layers, decoder_shape, encoder_shape, model_shape, training_of
@@ -207,6 +215,25 @@ def test_flops_equal_the_counted(
     assert 0 < net.row.supervised < net.row.input_ids.numel()
     assert net.shape.decoder.tied == tied
     assert net.expected() == pytest.approx(net.counted(), rel=EXACT)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
+def test_adapters_beside_a_frozen_decoder(
+    targets: tuple[str, ...] | None, recompute: bool, towers: dict[str, Path]
+) -> None:
+    """peft's own adapters; the connector trains, so gradients pass the whole decoder."""
+    net = Net(make_encoder(towers, "open_clip ViT"), qwen2(), ALIGN)
+    add_adapters(net.llm, LoraSection(rank=4, targets=targets), seed=1)
+    adapters = sum(p.numel() for name, p in net.llm.named_parameters() if is_adapter(name))
+    assert adapters and all(p.requires_grad == is_adapter(name) for name, p in net.llm.named_parameters())
+    net.training = replace(ALIGN, adapters=adapters)
+    every = RecomputeSection(encoder=0, connector=0, decoder=1)
+    if recompute:
+        set_recompute(net.mllm, every, non_reentrant)
+    expected = net.expected(recompute=every if recompute else None)
+    assert expected > net.expected() or not recompute
+    assert expected == pytest.approx(net.counted(), rel=5e-3 if recompute else EXACT)
 
 
 # The resampler's tokens have no rows to lay tiles side by side: refused with anyres.
