@@ -248,9 +248,8 @@ def decoder_terms(
     layers that gradients pass through (what lies below the first adapter is counted a little too high).
     """
     matrices = [decoder_matrices(shape, layer) for layer in range(shape.layers)]
-    skips = (
-        shape.last_is_product and stops_early and not training.adapters
-    )  # an adapter follows the last product
+    # with adapters one of them follows the last product, and only its own second matrix is skipped (not counted: a rank's worth)
+    skips = shape.last_is_product and stops_early and not training.adapters
     dense = shape.hidden * shape.intermediate if skips else 0
     last = [0 if layer in shape.moe_layers else dense for layer in range(shape.layers)]
     through = training.into_decoder or training.adapters > 0

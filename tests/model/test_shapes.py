@@ -233,7 +233,8 @@ def test_adapters_beside_a_frozen_decoder(
         set_recompute(net.mllm, every, non_reentrant)
     expected = net.expected(recompute=every if recompute else None)
     assert expected > net.expected() or not recompute
-    assert expected == pytest.approx(net.counted(), rel=RECOMPUTED if recompute else EXACT)
+    # recomputed, the very last product is the second one of an adapter, a rank's worth: left in
+    assert expected == pytest.approx(net.counted(), rel=2e-3 if recompute else EXACT)
 
 
 # The resampler's tokens have no rows to lay tiles side by side: refused with anyres.
