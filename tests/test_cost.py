@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from mmds.architecture import ConnectorShape, DecoderShape, EncoderShape, Linear, MeasuredTower, ModelShape
+from mmds.architecture import MeasuredTower, ModelShape
 from mmds.config_types import RecomputeSection
 from mmds.cost import (
     WHOLE,
@@ -21,17 +21,10 @@ from mmds.cost import (
     row_sums,
     whole_parts,
 )
+from mmds.worked_example import CONNECTOR as MLP2X
+from mmds.worked_example import DECODER as LLAMA_7B
+from mmds.worked_example import VIT_L
 
-VIT_L = EncoderShape(blocks=24, width=1024, mlp=4096, heads=16, head=64, prefix=1, patch=14)
-LLAMA_7B = DecoderShape(
-    layers=32, hidden=4096, heads=32, kv_heads=32, head=128, intermediate=11008, vocabulary=32000
-)
-MLP2X = ConnectorShape(
-    linears=(
-        Linear(per="patch", inputs=1024, outputs=4096, first=True, activated=True),
-        Linear(per="patch", inputs=4096, outputs=4096),
-    )
-)
 SHAPE = ModelShape(encoder=VIT_L, connector=MLP2X, decoder=LLAMA_7B)
 FROZEN = whole_parts(encoder=False, connector=True, decoder=True)
 TRAINED = whole_parts(encoder=True, connector=True, decoder=True)
