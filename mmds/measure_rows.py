@@ -76,7 +76,7 @@ def build_bench(config: Config, source: Source, device: torch.device, *, blocks:
     """
     if config.stage.lora is not None:
         raise ConfigError(
-            "mmds.stage.lora: the cost model does not count adapters, so their time cannot be fitted; calibrate without them\n"
+            "mmds.stage.lora: a calibration does not measure adapters; calibrate without them\n"
             "    --set mmds.stage.lora=null"
         )
     dtype = torch.bfloat16 if config.bf16 else torch.float32
